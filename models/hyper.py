@@ -1,0 +1,84 @@
+"""Hyper-connections: the residual is m streams that every sublayer reads and writes by mixing.
+
+Source: the spec's "Block" heading. All of it is float32, whatever the streams' type.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from models.config import ModelConfig
+from models.layers import F32, linear, mean_square_scale
+
+
+class Mixing(NamedTuple):
+    """How one sublayer reads the streams (``pre``) and how its output returns."""
+
+    pre: Float[Array, "B T m"]
+    post: Float[Array, "B T m"]
+    comb: Float[Array, "B T m m"]
+    """``comb[i, j]``: how much of old stream i goes to new stream j; doubly stochastic."""
+
+
+def _raw_mix(p: Any, streams: Float[Array, "B T m D"], cfg: ModelConfig) -> Float[Array, "B T r"]:
+    flat = streams.reshape(*streams.shape[:2], -1).astype(F32)
+    return linear(flat, p["fn"]) * mean_square_scale(flat, cfg.rms_norm_eps)
+
+
+def _row(vector: Float[Array, "r"]) -> Float[Array, "1 1 r"]:
+    return vector[None, None, :]
+
+
+def mixing(p: Any, streams: Float[Array, "B T m D"], cfg: ModelConfig) -> Mixing:
+    """Read and write weights of a sublayer from the streams themselves."""
+    m = cfg.hc_mult
+    mix, base, scale = _raw_mix(p, streams, cfg), p["base"], p["scale"]
+    pre = jax.nn.sigmoid(mix[..., :m] * scale[0] + _row(base[:m])) + cfg.hc_eps
+    post = 2 * jax.nn.sigmoid(mix[..., m : 2 * m] * scale[1] + _row(base[m : 2 * m]))
+    logits = (mix[..., 2 * m :] * scale[2] + _row(base[2 * m :])).reshape(*mix.shape[:2], m, m)
+    return Mixing(pre, post, sinkhorn(logits, cfg.hc_sinkhorn_iters, cfg.hc_eps))
+
+
+def sinkhorn(
+    logits: Float[Array, "... m m"], iterations: int, eps: float
+) -> Float[Array, "... m m"]:
+    """Alternate row and column normalisation of ``softmax(logits) + eps``.
+
+    A softmax over rows and one column normalisation without eps, then ``iterations - 1`` rounds
+    of row and column normalisation, each dividing by (sum + eps).
+    """
+    matrix = jax.nn.softmax(logits, axis=-1) + eps
+    matrix = matrix / jnp.sum(matrix, axis=-2, keepdims=True)
+
+    def round_(_: Any, matrix: Array) -> Array:
+        matrix = matrix / (jnp.sum(matrix, axis=-1, keepdims=True) + eps)
+        return matrix / (jnp.sum(matrix, axis=-2, keepdims=True) + eps)
+
+    # A loop, not twenty copies: unrolled, the compile time of a deep model doubles.
+    return jax.lax.fori_loop(0, iterations - 1, round_, matrix)
+
+
+def read_streams(
+    streams: Float[Array, "B T m D"], pre: Float[Array, "B T m"]
+) -> Float[Array, "B T D"]:
+    """``sum_i pre_i x_i``, in the streams' type."""
+    return jnp.sum(streams.astype(F32) * pre[..., None], axis=2).astype(streams.dtype)
+
+
+def write_streams(
+    streams: Float[Array, "B T m D"], update: Float[Array, "B T D"], mix: Mixing
+) -> Float[Array, "B T m D"]:
+    """``x'_j = post_j y + sum_i comb[i, j] x_i``, in the streams' type."""
+    kept = jnp.sum(streams.astype(F32)[..., :, None, :] * mix.comb[..., None], axis=2)
+    return (update.astype(F32)[..., None, :] * mix.post[..., None] + kept).astype(streams.dtype)
+
+
+def head_read(p: Any, streams: Float[Array, "B T m D"], cfg: ModelConfig) -> Float[Array, "B T D"]:
+    """The streams' last reading, before the final norm: sigmoid weights alone, one scale."""
+    mix = _raw_mix(p, streams, cfg)
+    pre = jax.nn.sigmoid(mix * p["scale"][0] + _row(p["base"])) + cfg.hc_eps
+    return read_streams(streams, pre)

@@ -1,0 +1,104 @@
+"""Norms, linear maps and rotary embeddings: the small parts every block shares.
+
+Source: the spec's "Attention" heading for the rotary frequencies.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int32
+
+from models.config import ModelConfig
+
+F32 = jnp.float32
+
+
+def linear(
+    x: Float[Array, "... i"], weight: Float[Array, "o i"], dtype: Any = None
+) -> Float[Array, "... o"]:
+    """``x W^T`` accumulated in float32; the result has ``dtype``, by default that of ``x``."""
+    dims = (((x.ndim - 1,), (1,)), ((), ()))
+    out = jax.lax.dot_general(x, weight, dims, preferred_element_type=F32)
+    return out.astype(x.dtype if dtype is None else dtype)
+
+
+def mean_square_scale(x: Float[Array, "... c"], eps: float) -> Float[Array, "... 1"]:
+    """``(mean(x^2) + eps)^-1/2`` over the last axis, in float32."""
+    x = x.astype(F32)
+    return jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+
+
+def rms_norm(
+    x: Float[Array, "... c"], weight: Float[Array, "c"], eps: float
+) -> Float[Array, "... c"]:
+    """``x (mean(x^2) + eps)^-1/2 weight``, computed in float32 and returned in the type of x."""
+    scale = jnp.expand_dims(weight.astype(F32), tuple(range(x.ndim - 1)))
+    return (x.astype(F32) * mean_square_scale(x, eps) * scale).astype(x.dtype)
+
+
+def rope_frequencies(cfg: ModelConfig, *, compressed: bool) -> np.ndarray:
+    """Angles per position, ``f_k = base^(-2k/n)`` for k < n/2, float32 [n/2].
+
+    Sliding layers use ``rope_theta`` as it is; everything in a compressed layer, its window keys
+    included, uses ``compress_rope_theta`` with YaRN: frequencies that turn less than
+    ``beta_slow`` times over the original context are divided by ``factor``, those that turn more
+    than ``beta_fast`` times are kept, with a linear ramp between.
+    """
+    n = cfg.qk_rope_head_dim
+    base = cfg.compress_rope_theta if compressed else cfg.rope_theta
+    k = np.arange(n // 2, dtype=np.float64)
+    freqs = base ** (-2 * k / n)
+    if compressed and cfg.yarn is not None:
+        yarn = cfg.yarn
+
+        def dimension(turns: float) -> float:
+            wavelength = yarn.original_max_position_embeddings / (2 * math.pi * turns)
+            return n * math.log(wavelength) / (2 * math.log(base))
+
+        low = max(math.floor(dimension(yarn.beta_fast)), 0)
+        high = min(math.ceil(dimension(yarn.beta_slow)), n - 1)
+        # Equal bounds leave a step instead of a ramp; the small width avoids 0 / 0.
+        ramp = np.clip((k - low) / max(high - low, 1e-3), 0, 1)
+        freqs = freqs / yarn.factor * ramp + freqs * (1 - ramp)
+    return freqs.astype(np.float32)
+
+
+def rope_angles(
+    positions: Int32[Array, "..."], freqs: np.ndarray
+) -> tuple[Float[Array, "... n2"], Float[Array, "... n2"]]:
+    """Cosine and sine of ``position * f_k``."""
+    angle = positions[..., None].astype(F32) * jnp.expand_dims(freqs, tuple(range(positions.ndim)))
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def apply_rope(
+    x: Float[Array, "... c"],
+    angles: tuple[Float[Array, "... n2"], Float[Array, "... n2"]],
+    *,
+    inverse: bool = False,
+) -> Float[Array, "... c"]:
+    """Rotate the interleaved pairs of the last n channels of x; ``angles`` broadcast against x."""
+    cos, sin = angles
+    if inverse:
+        sin = -sin
+    n = 2 * cos.shape[-1]
+    plain, rotary = x[..., : x.shape[-1] - n], x[..., x.shape[-1] - n :]
+    pairs = rotary.astype(F32).reshape(*rotary.shape[:-1], n // 2, 2)
+    even, odd = pairs[..., 0], pairs[..., 1]
+    turned = jnp.stack((even * cos - odd * sin, even * sin + odd * cos), axis=-1)
+    return jnp.concatenate((plain, turned.reshape(rotary.shape).astype(x.dtype)), axis=-1)
+
+
+def hadamard_rotate(x: Float[Array, "... x"]) -> Float[Array, "... x"]:
+    """``x H / sqrt(x)`` with the Hadamard matrix of Sylvester's order; float32 inside."""
+    width = x.shape[-1]
+    matrix = np.ones((1, 1), np.float32)
+    while len(matrix) < width:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    rotated = linear(x, jnp.asarray(matrix, x.dtype), F32)
+    return (rotated * width**-0.5).astype(x.dtype)

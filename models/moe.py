@@ -1,0 +1,96 @@
+"""Mixture of experts: hash or score routing, clamped SwiGLU experts and a shared expert.
+
+Source: the spec's "Block" heading.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from models.config import ModelConfig
+from models.layers import F32, linear
+
+
+def route(
+    p: Any, x: Float[Array, "N D"], tokens: Int32[Array, "N"], cfg: ModelConfig
+) -> tuple[Float[Array, "N k"], Int32[Array, "N k"]]:
+    """Weights and numbers of each token's experts.
+
+    ``score = sqrt(softplus(x W))`` in float32. The bias moves only the choice; the weights are
+    the chosen scores, normalised over the chosen and times ``routed_scaling_factor``. Hash layers
+    read the choice from a table by token.
+    """
+    scores = jnp.sqrt(jax.nn.softplus(linear(x, p["gate"], F32)))
+    if "tid2eid" in p:
+        experts = p["tid2eid"][tokens]
+    else:
+        _, experts = jax.lax.top_k(scores + p["bias"][None], cfg.num_experts_per_tok)
+    weights = jnp.take_along_axis(scores, experts, axis=-1)
+    if cfg.norm_topk_prob:
+        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    return weights * cfg.routed_scaling_factor, experts
+
+
+def _swiglu(gate: Array, up: Array, limit: float) -> Array:
+    """``silu(min(gate, limit)) * clip(up, -limit, limit)`` in float32."""
+    gate, up = gate.astype(F32), up.astype(F32)
+    return jax.nn.silu(jnp.minimum(gate, limit)) * jnp.clip(up, -limit, limit)
+
+
+def _gathered_experts(
+    p: Any,
+    x: Float[Array, "N D"],
+    weights: Float[Array, "N k"],
+    experts: Int32[Array, "N k"],
+    limit: float,
+) -> Float[Array, "N D"]:
+    """Few tokens: fetch each chosen expert's matrices and multiply."""
+    w1, w2, w3 = (p[name][experts] for name in ("w1", "w2", "w3"))
+    gate = jnp.einsum("nd,nkid->nki", x, w1, preferred_element_type=F32)
+    up = jnp.einsum("nd,nkid->nki", x, w3, preferred_element_type=F32)
+    hidden = (weights[..., None] * _swiglu(gate, up, limit)).astype(x.dtype)
+    return jnp.einsum("nki,nkdi->nd", hidden, w2, preferred_element_type=F32)
+
+
+def _grouped_experts(
+    p: Any,
+    x: Float[Array, "N D"],
+    weights: Float[Array, "N k"],
+    experts: Int32[Array, "N k"],
+    limit: float,
+) -> Float[Array, "N D"]:
+    """Many tokens: sort the (token, expert) pairs by expert and multiply group by group."""
+    count, chosen = experts.shape
+    order = jnp.argsort(experts.reshape(-1), stable=True)
+    token = order // chosen
+    sizes = jnp.bincount(experts.reshape(-1), length=p["w1"].shape[0]).astype(jnp.int32)
+
+    def grouped(rows: Array, matrices: Array) -> Array:
+        return jax.lax.ragged_dot(
+            rows, jnp.swapaxes(matrices, 1, 2), sizes, preferred_element_type=F32
+        )
+
+    rows = x[token]
+    hidden = _swiglu(grouped(rows, p["w1"]), grouped(rows, p["w3"]), limit)
+    hidden = (weights.reshape(-1)[order][:, None] * hidden).astype(x.dtype)
+    out = grouped(hidden, p["w2"])
+    return jnp.zeros((count, x.shape[1]), F32).at[token].add(out)
+
+
+def moe(
+    p: Any, x: Float[Array, "B T D"], tokens: Int32[Array, "B T"], cfg: ModelConfig
+) -> Float[Array, "B T D"]:
+    """``sum_e w2_e(weight_e swiglu_e(x))`` over the chosen experts, plus the shared expert."""
+    flat = x.reshape(-1, x.shape[-1])
+    weights, experts = route(p, flat, tokens.reshape(-1), cfg)
+    run = _gathered_experts if experts.size <= cfg.n_routed_experts else _grouped_experts
+    out = run(p["experts"], flat, weights, experts, cfg.swiglu_limit)
+    if "shared" in p:
+        s = p["shared"]
+        hidden = _swiglu(linear(flat, s["w1"], F32), linear(flat, s["w3"], F32), cfg.swiglu_limit)
+        out = out + linear(hidden.astype(x.dtype), s["w2"], F32)
+    return out.astype(x.dtype).reshape(x.shape)
