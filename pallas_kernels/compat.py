@@ -1,0 +1,76 @@
+"""What this installation of JAX can run: everything that depends on a version or a device.
+
+Kernels use Pallas' Mosaic GPU backend, whose interface settled in jax 0.11, and Hopper's wgmma
+and bulk copies. Elsewhere (CPU, TPU, other GPUs, jax 0.10) the plain ``jnp`` references serve.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Iterator
+from typing import Literal
+
+import jax
+
+Implementation = Literal["mosaic", "xla"]
+
+JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
+HAS_MOSAIC = JAX_VERSION >= (0, 11)
+
+_assume_hopper = contextvars.ContextVar("assume_hopper", default=False)
+
+
+@contextlib.contextmanager
+def assume_hopper() -> Iterator[None]:
+    """Traces as if a Hopper GPU were present: for lowering kernels where there is none."""
+    token = _assume_hopper.set(True)
+    try:
+        yield
+    finally:
+        _assume_hopper.reset(token)
+
+
+@functools.cache
+def _why_no_hopper() -> str | None:
+    if jax.default_backend() != "gpu":
+        return f"the default backend is {jax.default_backend()!r}, not a GPU"
+    device = jax.local_devices()[0]
+    capability = getattr(device, "compute_capability", None)
+    if capability != "9.0":
+        return f"{device.device_kind} has compute capability {capability}, not 9.0 (Hopper)"
+    return None
+
+
+def why_no_mosaic() -> str | None:
+    """Why Mosaic GPU kernels cannot run here; None if they can."""
+    if not HAS_MOSAIC:
+        return f"jax {jax.__version__} is older than 0.11"
+    return None if _assume_hopper.get() else _why_no_hopper()
+
+
+def choose(op: str, implementation: str | None, unsupported: str | None) -> Implementation:
+    """The implementation to trace: the kernel where it can run, or the one that is named.
+
+    ``unsupported`` says why these shapes or types do not suit the kernel (None: they do). The
+    platform is JAX's default backend at trace time: a program traced on a GPU machine for another
+    device should name ``implementation="xla"``.
+
+    Raises:
+        ValueError: the named implementation is unknown or cannot run; the message says why.
+    """
+    if implementation not in (None, "mosaic", "xla"):
+        raise ValueError(
+            f"{op}: implementation={implementation!r} is unknown; use 'mosaic', 'xla' or None"
+        )
+    if implementation == "xla":
+        return "xla"
+    reason = why_no_mosaic() or unsupported
+    if reason is None:
+        return "mosaic"
+    if implementation == "mosaic":
+        raise ValueError(
+            f"{op}: implementation='mosaic' cannot run: {reason}; use implementation=None or 'xla'"
+        )
+    return "xla"

@@ -1,0 +1,118 @@
+"""Lightning-indexer scores of the slots of selected blocks."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from pallas_kernels.compat import Implementation, choose
+from pallas_kernels.ordering import LOWEST
+
+FLOAT8 = jnp.float8_e4m3fn
+
+
+def index_scores(
+    q: Float[Array, "B R n x"],
+    w: Float[Array, "B R n"],
+    keys: Float[Array, "B S x"],
+    num_slots: Int32[Array, "B R"],
+    *,
+    block_ids: Int32[Array, "B C"] | None = None,
+    block_size: int = 64,
+    key_scales: Float[Array, "B S"] | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "B R C*block_size"], Float[Array, "B R C"]]:
+    """``s_c = scale_c sum_h w_h relu(q_h . k_c)`` of every slot c of the selected blocks.
+
+    Args:
+        q: Queries of R verifier rows, which share one read of each key: bf16, f32 or e4m3. A
+            positive scale a head of FP8 queries belongs into ``w``.
+        w: Float32 head weights, possibly negative.
+        keys: bf16, f32 or e4m3.
+        num_slots: How many slots each row sees: slot c is visible iff ``c < num_slots``.
+        block_ids: Blocks to score, ascending, padded with -1; None scores all ceil(S / block_size).
+        block_size: Slots a block.
+        key_scales: Positive float32 scale of each slot of FP8 keys.
+        implementation: "mosaic", "xla", or None to choose by platform, version and shape.
+
+    Returns:
+        Float32 scores in the order of ``block_ids``, and their maximum over each block. Minus
+        infinity where a slot is not visible to the row, beyond S, or in a -1 block; a visible slot
+        whose score is NaN or minus infinity has the lowest finite float32.
+
+    Raises:
+        ValueError: a named implementation cannot run.
+
+    Source: spec deepseek_v4, "Compressed slots"; paper, Algorithm 1 step 6.
+    """
+    arguments = (q, w, keys, num_slots, block_ids, block_size, key_scales)
+    if choose("index_scores", implementation, _unsupported(q, keys, block_size)) == "mosaic":
+        from pallas_kernels.mosaic.scoring import index_scores_mosaic
+
+        return index_scores_mosaic(*arguments)
+    return index_scores_reference(*arguments)
+
+
+def _unsupported(q: jax.Array, keys: jax.Array, block_size: int) -> str | None:
+    return "the kernel is not written yet"
+
+
+def index_scores_reference(
+    q: jax.Array,
+    w: jax.Array,
+    keys: jax.Array,
+    num_slots: jax.Array,
+    block_ids: jax.Array | None,
+    block_size: int,
+    key_scales: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """The same in plain ``jnp``, for any shapes and types."""
+    batch, slots, _ = keys.shape
+    num_blocks = -(-slots // block_size)
+    if block_ids is None:
+        slot_ids = jnp.arange(num_blocks * block_size)[None]
+        padding = num_blocks * block_size - slots
+        keys = jnp.pad(keys, ((0, 0), (0, padding), (0, 0)))
+        scales = None if key_scales is None else jnp.pad(key_scales, ((0, 0), (0, padding)))
+    else:
+        slot_ids = slots_of(block_ids, block_size)
+        keys = take_blocks(keys, block_ids, block_size)
+        scales = None if key_scales is None else take_blocks(key_scales, block_ids, block_size)
+    common = jnp.bfloat16 if q.dtype == keys.dtype != jnp.float32 else jnp.float32
+    dots = jnp.einsum(
+        "brnx,bsx->brns",
+        q.astype(common),
+        keys.astype(common),
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+    # Not an einsum: a weighted sum fuses with the ReLU, a product of matrices does not.
+    scores = jnp.sum(jax.nn.relu(dots) * w.astype(jnp.float32)[..., None], axis=2)
+    if scales is not None:
+        scores = scores * scales[:, None, :]
+    limit = jnp.minimum(num_slots, slots)[:, :, None]
+    visible = (slot_ids[:, None, :] >= 0) & (slot_ids[:, None, :] < limit)
+    scores = jnp.where(visible, jnp.where(scores > LOWEST, scores, LOWEST), -jnp.inf)
+    block_max = jnp.max(scores.reshape(*scores.shape[:2], -1, block_size), axis=-1)
+    return scores, block_max
+
+
+def slots_of(block_ids: Int32[Array, "... C"], block_size: int) -> Int32[Array, "... C*b"]:
+    """The slots of each block, in order; all -1 for a block of -1."""
+    within = jax.lax.broadcasted_iota(jnp.int32, (*block_ids.shape, block_size), block_ids.ndim)
+    slots = jnp.where(block_ids[..., None] < 0, -1, block_ids[..., None] * block_size + within)
+    return slots.reshape(*block_ids.shape[:-1], -1)
+
+
+def take_blocks(
+    x: Float[Array, "B S ..."], block_ids: Int32[Array, "B C"], block_size: int
+) -> Float[Array, "B C*b ..."]:
+    """Gathers whole blocks of slots; what -1 blocks and slots beyond S hold is arbitrary."""
+    batch, slots, *rest = x.shape
+    if slots % block_size:
+        at = jnp.clip(slots_of(block_ids, block_size), 0, slots - 1)
+        return jnp.take_along_axis(x, at.reshape(*at.shape, *(1 for _ in rest)), axis=1)
+    blocks = x.reshape(batch, slots // block_size, block_size, *rest)
+    at = jnp.maximum(block_ids, 0).reshape(batch, -1, 1, *(1 for _ in rest))
+    return jnp.take_along_axis(blocks, at, axis=1).reshape(batch, -1, *rest)

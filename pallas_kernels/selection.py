@@ -1,0 +1,119 @@
+"""SPIN's choice of the blocks to score: predicted scores, forced blocks, exploration."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32, Shaped, UInt32
+
+from pallas_kernels.compat import Implementation, choose
+from pallas_kernels.ordering import ordered_keys
+
+
+def select_blocks(
+    V: Float[Array, "B S"],
+    D_rev: Float[Array, "B S"],
+    num_slots: Int32[Array, " B"],
+    budget: Int32[Array, " B"],
+    explore: Int32[Array, " B"],
+    priority: UInt32[Array, "B N"],
+    *,
+    block_size: int,
+    capacity: int,
+    implementation: Implementation | None = None,
+) -> tuple[Int32[Array, "B C"], Int32[Array, " B"]]:
+    """``S_j = max_{i in block j} max(V_i, D[q - i])``; the forced and highest blocks, plus e drawn.
+
+    Args:
+        V: Decayed scores by slot.
+        D_rev: Decayed scores by distance from the query, farthest first: ``D_rev[S-1-o] = D[o]``,
+            so slot i at ``q = num_slots - 1`` reads ``D_rev[S - num_slots + i]``.
+        num_slots: Visible slots N.
+        budget: Blocks to select, m: at least the forced ones, at most ceil(N / block_size).
+        explore: How many of them, e, are drawn rather than chosen.
+        priority: Random bits: the e unselected blocks of highest priority are drawn. N is
+            ceil(S / block_size).
+        block_size: Slots a block.
+        capacity: Length C of the result.
+        implementation: "mosaic", "xla", or None to choose by platform, version and shape.
+
+    Returns:
+        The m selected blocks, ascending, padded with -1 (the first C if there are more), and m.
+        Blocks 0 and (N - 1) // block_size are always among the m - e chosen; ties go to the
+        lowest index, for scores and for priorities. m is 0 where N is.
+
+    Raises:
+        ValueError: a named implementation cannot run.
+
+    Source: paper, Algorithm 1 steps 1 to 5 with the A1 reduction and Max pooling.
+    """
+    arguments = (V, D_rev, num_slots, budget, explore, priority, block_size, capacity)
+    if choose("select_blocks", implementation, _unsupported(V, block_size)) == "mosaic":
+        from pallas_kernels.mosaic.selection import select_blocks_mosaic
+
+        return select_blocks_mosaic(*arguments)
+    return select_blocks_reference(*arguments)
+
+
+def _unsupported(V: jax.Array, block_size: int) -> str | None:
+    return "the kernel is not written yet"
+
+
+def select_blocks_reference(
+    V: jax.Array,
+    D_rev: jax.Array,
+    num_slots: jax.Array,
+    budget: jax.Array,
+    explore: jax.Array,
+    priority: jax.Array,
+    block_size: int,
+    capacity: int,
+) -> tuple[jax.Array, jax.Array]:
+    """The same in plain ``jnp``, for any shape."""
+    pooled = block_predictions(V, D_rev, num_slots, block_size)
+    return choose_blocks(pooled, num_slots, budget, explore, priority, block_size, capacity)
+
+
+def block_predictions(
+    V: jax.Array, D_rev: jax.Array, num_slots: jax.Array, block_size: int
+) -> Float[Array, "B N"]:
+    """``S_j``, minus infinity where block j has no visible slot."""
+    batch, slots = V.shape
+    shifted = jax.vmap(lambda d, start: jax.lax.dynamic_slice(d, (start,), (slots,)))(
+        jnp.pad(D_rev, ((0, 0), (0, slots))), slots - num_slots
+    )
+    predicted = jnp.maximum(V, shifted).astype(jnp.float32)
+    visible = jnp.arange(slots)[None] < num_slots[:, None]
+    predicted = jnp.where(visible, predicted, -jnp.inf)
+    predicted = jnp.pad(predicted, ((0, 0), (0, -slots % block_size)), constant_values=-jnp.inf)
+    return jnp.max(predicted.reshape(batch, -1, block_size), axis=-1)
+
+
+def choose_blocks(
+    pooled: jax.Array,
+    num_slots: jax.Array,
+    budget: jax.Array,
+    explore: jax.Array,
+    priority: jax.Array,
+    block_size: int,
+    capacity: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Forced blocks, the highest S_j, then the highest priorities, from the block predictions."""
+    num_blocks = pooled.shape[-1]
+    block = jnp.arange(num_blocks)[None]
+    active = -(-num_slots // block_size)[:, None]
+    count = jnp.minimum(budget[:, None], active)
+    drawn = jnp.minimum(explore[:, None], count)
+    forced = (block == 0) | (block == active - 1)
+    keys = jnp.where(forced, jnp.iinfo(jnp.int32).max, ordered_keys(pooled))
+    invisible = block >= active
+    chosen = _rank(~keys, invisible) < count - drawn
+    selected = chosen | (_rank(~priority, chosen | invisible) < drawn)
+    ids = jnp.sort(jnp.where(selected, block, num_blocks), axis=-1)[:, :capacity]
+    ids = jnp.pad(ids, ((0, 0), (0, capacity - ids.shape[-1])), constant_values=num_blocks)
+    return jnp.where(ids == num_blocks, -1, ids), count[:, 0]
+
+
+def _rank(keys: Shaped[Array, "B N"], last: Bool[Array, "B N"]) -> Int32[Array, "B N"]:
+    """Each entry's place: lower keys first, then lower indices; ``last`` ones at the end."""
+    return jnp.argsort(jnp.lexsort((keys, last), axis=-1), axis=-1)

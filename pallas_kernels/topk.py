@@ -1,0 +1,72 @@
+"""Exact, deterministic top-K of compact scores, as slot numbers in ascending order."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from pallas_kernels.compat import Implementation, choose
+from pallas_kernels.ordering import NEVER, ordered_keys
+
+
+def top_k_slots(
+    scores: Float[Array, "... M"],
+    k: int,
+    *,
+    block_ids: Int32[Array, "B C"] | None = None,
+    block_size: int = 64,
+    block_max: Float[Array, "... C"] | None = None,
+    implementation: Implementation | None = None,
+) -> Int32[Array, "... K"]:
+    """``TopK(s, min(k, M))``: the slots of the highest scores, ties to the lowest, ascending.
+
+    Args:
+        scores: Float32 [B, M] or [B, R, M]. Minus infinity and NaN are never selected.
+        k: How many to select, at most 2048 for the kernel.
+        block_ids: Ascending blocks, padded with -1, that the scores belong to: position p is
+            slot ``block_ids[p // block_size] * block_size + p % block_size``. None: slot p.
+        block_size: Slots a block.
+        block_max: The maximum of each block of scores, if known: it saves the kernel reading
+            blocks that hold none of the K highest.
+        implementation: "mosaic", "xla", or None to choose by platform, version and shape.
+
+    Returns:
+        int32 slot numbers, K = min(k, M), ascending; -1 at the end where fewer are selectable.
+
+    Raises:
+        ValueError: a named implementation cannot run.
+
+    Source: paper, Algorithm 1 step 7.
+    """
+    arguments = (scores, k, block_ids, block_size, block_max)
+    if choose("top_k_slots", implementation, _unsupported(scores, k, block_size)) == "mosaic":
+        from pallas_kernels.mosaic.topk import top_k_slots_mosaic
+
+        return top_k_slots_mosaic(*arguments)
+    return top_k_slots_reference(*arguments)
+
+
+def _unsupported(scores: jax.Array, k: int, block_size: int) -> str | None:
+    return "the kernel is not written yet"
+
+
+def top_k_slots_reference(
+    scores: jax.Array,
+    k: int,
+    block_ids: jax.Array | None,
+    block_size: int,
+    block_max: jax.Array | None,
+) -> jax.Array:
+    """The same in plain ``jnp``, for any shape."""
+    del block_max
+    *_, length = scores.shape
+    keys, positions = jax.lax.top_k(ordered_keys(scores), min(k, length))
+    after_all = jnp.iinfo(jnp.int32).max
+    if block_ids is not None:
+        blocks = block_ids.reshape(block_ids.shape[0], *(1,) * (scores.ndim - 2), -1)
+        blocks = jnp.broadcast_to(blocks, (*scores.shape[:-1], blocks.shape[-1]))
+        block = jnp.take_along_axis(blocks, positions // block_size, axis=-1)
+        positions = block * block_size + positions % block_size
+    slots = jnp.sort(jnp.where(keys == NEVER, after_all, positions), axis=-1)
+    return jnp.where(slots == after_all, -1, slots)

@@ -1,0 +1,48 @@
+"""Inputs that break top-k, selection and scoring implementations."""
+
+import numpy as np
+
+
+def adversarial_scores(length, k, seed=0):
+    """Named float32 rows of ``length`` scores."""
+    rng = np.random.default_rng(seed)
+    normal = rng.normal(size=length).astype(np.float32)
+    tiny = np.float32(1e-45)
+    edge = np.where(rng.random(length) < 0.5, 1.0, 0.0).astype(np.float32)
+    edge[rng.choice(length, k // 2, replace=False)] = 2.0
+    few = np.full(length, -np.inf, np.float32)
+    few[rng.choice(length, k // 3, replace=False)] = normal[: k // 3]
+    holes = normal.copy()
+    holes[rng.random(length) < 0.3] = np.nan
+    holes[rng.random(length) < 0.3] = -np.inf
+    infinite = normal.copy()
+    infinite[rng.choice(length, 5, replace=False)] = np.inf
+    lowest = np.full(length, np.finfo(np.float32).min, np.float32)
+    lowest[::7] = -np.inf
+    clustered = np.sort(normal)[::-1].copy()
+    clustered[: length // 2] += 100
+    return {
+        "normal": normal,
+        "equal": np.full(length, 0.25, np.float32),
+        "zeros": np.where(np.arange(length) % 2, 0.0, -0.0).astype(np.float32),
+        "ascending": np.arange(length, dtype=np.float32),
+        "descending": -np.arange(length, dtype=np.float32),
+        "ties at the edge": edge,
+        "three values": rng.integers(-1, 2, length).astype(np.float32),
+        "few selectable": few,
+        "none selectable": np.full(length, -np.inf, np.float32),
+        "nan and -inf": holes,
+        "inf": infinite,
+        "lowest finite": lowest,
+        "denormals": (rng.integers(-40, 40, length) * tiny).astype(np.float32),
+        "close": (1 + rng.integers(0, 300, length) * np.float32(2**-23)).astype(np.float32),
+        "negative": -np.abs(normal) - 1,
+        "one block holds all": clustered,
+    }
+
+
+def ascending_blocks(rng, num_blocks, count, capacity):
+    """``count`` distinct blocks in ascending order, padded with -1."""
+    ids = np.full(capacity, -1, np.int32)
+    ids[:count] = np.sort(rng.choice(num_blocks, count, replace=False))
+    return ids
