@@ -1,0 +1,34 @@
+"""The k highest of many scores, without a sort."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32
+
+from pallas_kernels.ordering import ordered_keys
+
+
+def top_mask(
+    scores: Float[Array, "*B S"], valid: Bool[Array, "*B S"], k: Int32[Array, " *B"]
+) -> Bool[Array, "*B S"]:
+    """Whether an entry is among the ``k`` highest valid ones, ties to the lowest index.
+
+    All valid entries if there are fewer than k; NaN and minus infinity come last. The k-th
+    highest is found bit by bit, counting in 32 passes: ``k`` may be traced, and a sort of S
+    entries costs more on every backend.
+    """
+    keys = jax.lax.bitcast_convert_type(ordered_keys(scores), jnp.uint32) ^ jnp.uint32(1 << 31)
+    keys = jnp.where(valid, keys, 0)
+
+    def set_bit(i: Int32[Array, ""], threshold: jax.Array) -> jax.Array:
+        trial = threshold | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
+        enough = jnp.sum(keys >= trial[..., None], axis=-1, dtype=jnp.int32) >= k
+        return jnp.where(enough, trial, threshold)
+
+    # Derived from k so that it varies over the same axes under shard_map.
+    threshold = jax.lax.fori_loop(0, 32, set_bit, jnp.zeros_like(k, jnp.uint32))[..., None]
+    above = valid & (keys > threshold)
+    tied = valid & (keys == threshold)
+    places = k[..., None] - jnp.sum(above, axis=-1, keepdims=True, dtype=jnp.int32)
+    return above | (tied & (jnp.cumsum(tied, axis=-1, dtype=jnp.int32) <= places))

@@ -1,0 +1,145 @@
+"""Speculative decoding: a draft's verifier rows share one set of blocks and one state."""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from spin_jax.config import SpinConfig
+from spin_jax.observation import check_scores, observe
+from spin_jax.ranking import top_mask
+from spin_jax.selection import (
+    BlockSelection,
+    advance_keys,
+    allocated_slots,
+    as_capacity,
+    as_num_slots,
+    choose,
+    raise_if_truncated,
+)
+from spin_jax.state import SpinState
+
+Mask = Literal["union", "row0"]
+Update = Literal["prefix", "row0"]
+
+
+def select_rows(
+    state: SpinState,
+    num_slots: Int32[Array, "B R"],
+    cfg: SpinConfig,
+    *,
+    top_k: int,
+    capacity: int | None = None,
+    mode: Mask = "union",
+) -> tuple[BlockSelection, SpinState]:
+    """The union over rows r of ``select_blocks(state, num_slots[:, r])``: what all rows score.
+
+    Every row selects from the same V and D, with its own N and q, and with the same exploration
+    draw, or the union would grow with every row's own. [choice] ``mode="row0"`` gives all rows
+    the first row's blocks; the newest block of a later row is then not forced. On a first step
+    all rows run unpruned in both modes.
+
+    ``capacity`` and the result are as in ``select_blocks``; a union that does not fit keeps the
+    blocks of earlier rows first. ``steady_capacity(..., rows=R)`` always fits.
+
+    Raises:
+        ValueError: an unknown mode, arguments of the wrong shape, or, outside jit, a truncated
+            row.
+
+    Source: the paper, 3.2.2 and 4.5; the spec's "Speculative decoding".
+    """
+    _check_mode(mode, "union")
+    num_slots = as_num_slots(state, num_slots, cfg, ndim=2)
+    capacity = as_capacity(state, cfg, top_k, capacity)
+    selection, after, needed = _select_rows(state, num_slots, cfg, top_k, capacity, mode)
+    raise_if_truncated(selection, needed, capacity, num_slots, allocated_slots(state, cfg))
+    return selection, after
+
+
+@functools.partial(jax.jit, static_argnames=("cfg", "top_k", "capacity", "mode"))
+def _select_rows(
+    state: SpinState,
+    num_slots: jax.Array,
+    cfg: SpinConfig,
+    top_k: int,
+    capacity: int,
+    mode: Mask,
+) -> tuple[BlockSelection, SpinState, Int32[Array, " B"]]:
+    most = jnp.max(num_slots, axis=1)
+    if mode == "row0":
+        num_slots = jnp.where(state.first, most, num_slots[:, 0])[:, None]
+    key, draw = advance_keys(state.key, most > 0)
+    row_choice = functools.partial(choose, cfg=cfg, top_k=top_k, capacity=capacity)
+    ids, _, needed = jax.vmap(row_choice, (None, 1, None), 1)(state, num_slots, draw)
+
+    # Blocks ranked by the first row that wants them.
+    batch, rows, _ = ids.shape
+    blocks = -(-allocated_slots(state, cfg) // cfg.block_size)
+    row = jnp.arange(rows)[None, :, None]
+    wanted_by = (
+        jnp.full((batch, blocks), rows)
+        .at[jnp.arange(batch)[:, None, None], jnp.where(ids < 0, blocks, ids)]
+        .min(row, mode="drop")
+    )
+    wanted = wanted_by < rows
+    union = jnp.sum(wanted, axis=1, dtype=jnp.int32)
+    count = jnp.minimum(union, capacity)
+    kept = top_mask(-wanted_by.astype(jnp.float32), wanted, count)
+    place = jnp.where(kept, jnp.cumsum(kept, axis=1) - 1, capacity)
+    block_ids = (
+        jnp.full((batch, capacity), -1, jnp.int32)
+        .at[jnp.arange(batch)[:, None], place]
+        .set(jnp.arange(blocks, dtype=jnp.int32)[None], mode="drop")
+    )
+
+    needed = jnp.maximum(union, jnp.max(needed, axis=1))
+    truncated = (needed > capacity) | (most > allocated_slots(state, cfg))
+    first = state.first & (truncated | (most <= 0))
+    selection = BlockSelection(block_ids=block_ids, count=count, truncated=truncated)
+    return selection, state.replace(key=key, first=first), needed
+
+
+def observe_rows(
+    state: SpinState,
+    selection: BlockSelection,
+    scores: Float[Array, "B R C*b"],
+    num_slots: Int32[Array, "B R"],
+    num_accepted: Int32[Array, " B"],
+    cfg: SpinConfig,
+    *,
+    mode: Update = "prefix",
+) -> SpinState:
+    """``observe`` of rows 0 to a in order, each with its own N and q; later rows leave no trace.
+
+    ``num_accepted`` a is how many drafts were accepted, 0 to R - 1; -1 where no row stands.
+    ``mode="row0"`` replays row 0 alone. Ages advance with every row that is replayed. [choice]
+
+    Raises:
+        ValueError: an unknown mode or arguments of the wrong shape.
+
+    Source: the paper, 3.2.2; the spec's "Speculative decoding", update.
+    """
+    _check_mode(mode, "prefix")
+    num_slots = as_num_slots(state, num_slots, cfg, ndim=2)
+    rows = num_slots.shape[1]
+    check_scores(scores, selection, cfg, (rows,))
+    num_accepted = jnp.asarray(num_accepted)
+    if num_accepted.shape != (num_slots.shape[0],):
+        raise ValueError(
+            f"num_accepted has shape {list(num_accepted.shape)}; "
+            f"allowed: [{num_slots.shape[0]}], one a request"
+        )
+    for row in range(rows if mode == "prefix" else 1):
+        # A row that sees no slots changes nothing.
+        seen = jnp.where(row <= num_accepted, num_slots[:, row], 0)
+        state = observe(state, selection, scores[:, row], seen, cfg)
+    return state
+
+
+def _check_mode(mode: str, default: str) -> None:
+    if mode not in (default, "row0"):
+        raise ValueError(f"mode is {mode!r}; allowed: {default!r}, 'row0'")
