@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-from collections.abc import Iterator
-from typing import Literal
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
 
 import jax
 
@@ -19,17 +19,31 @@ Implementation = Literal["mosaic", "xla"]
 JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
 HAS_MOSAIC = JAX_VERSION >= (0, 11)
 
-_assume_hopper = contextvars.ContextVar("assume_hopper", default=False)
+Device = Literal["actual", "assumed", "interpreted"]
+_device: contextvars.ContextVar[Device] = contextvars.ContextVar("device", default="actual")
 
 
 @contextlib.contextmanager
-def assume_hopper() -> Iterator[None]:
-    """Traces as if a Hopper GPU were present: for lowering kernels where there is none."""
-    token = _assume_hopper.set(True)
+def tracing_for_hopper(device: Device) -> Iterator[None]:
+    """Traces as if a Hopper GPU were there: "assumed" to lower for one, "interpreted" on the CPU."""
+    token = _device.set(device)
     try:
         yield
     finally:
-        _assume_hopper.reset(token)
+        _device.reset(token)
+
+
+def interpreted() -> bool:
+    """Whether kernels are being traced for Pallas' interpreter."""
+    return _device.get() == "interpreted"
+
+
+def mosaic_kernel(body: Callable[..., None], **options: Any) -> Callable[..., Any]:
+    """``plgpu.kernel``, interpreted where the trace is for the interpreter."""
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    interpret = plgpu.InterpretGPUParams() if interpreted() else None
+    return plgpu.kernel(body, interpret=interpret, **options)
 
 
 @functools.cache
@@ -47,7 +61,7 @@ def why_no_mosaic() -> str | None:
     """Why Mosaic GPU kernels cannot run here; None if they can."""
     if not HAS_MOSAIC:
         return f"jax {jax.__version__} is older than 0.11"
-    return None if _assume_hopper.get() else _why_no_hopper()
+    return None if _device.get() != "actual" else _why_no_hopper()
 
 
 def choose(op: str, implementation: str | None, unsupported: str | None) -> Implementation:

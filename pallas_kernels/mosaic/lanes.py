@@ -1,0 +1,182 @@
+"""What Pallas lacks on the GPU: gather, scatter and prefix sums over the threads of a warpgroup.
+
+Each is a few instructions a thread, written with Mosaic's inline escape. An array of n elements is
+"blocked": thread t of the 128 holds elements t * n/128 to (t+1) * n/128 - 1, so that a prefix sum
+is a sum inside each thread, one scan over threads, and an addition. Under the interpreter, which
+cannot run inline code, each is the same operation in ``jnp``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.experimental.mosaic.gpu as mgpu
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, memref, nvvm, scf, vector
+
+from pallas_kernels.compat import interpreted
+
+THREADS = 128
+WARPS = 4
+
+
+def blocked(length: int) -> Any:
+    """The layout that gives each thread consecutive elements; length is a multiple of 128."""
+    return plgpu.Layout.WG_STRIDED((length,), vec_size=length // THREADS)
+
+
+def coalesced(length: int, vec_size: int = 1) -> Any:
+    """The layout that gives neighbouring threads neighbouring groups of vec_size elements."""
+    return plgpu.Layout.WG_STRIDED((length,), vec_size=vec_size)
+
+
+def iota(length: int, layout: Any) -> jax.Array:
+    """0 to length - 1."""
+    return plgpu.layout_cast(jax.lax.broadcasted_iota(jnp.int32, (length,), 0), layout)
+
+
+def gather(
+    ref: Any, index: jax.Array, layout: Any, *, consecutive: int = 1, repeated: int = 1
+) -> jax.Array:
+    """``ref[index]`` for a one-dimensional reference and any layout; every index is in bounds.
+
+    ``consecutive``: each group of that many elements has consecutive, aligned indices and is loaded
+    at once. ``repeated``: each group of that many elements has the same index.
+    """
+    if interpreted():
+        return jnp.take(ref[...], index, axis=0)
+    result = plgpu.ShapeDtypeStruct(index.shape, ref.dtype, layout)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout), return_type=result)
+    def load(_, source, index):
+        element = ir.MemRefType(source.type).element_type
+        registers = index.registers.copy()
+        for at, indices in _each(index.registers):
+            lanes = _lanes(indices)
+            values: list[ir.Value] = []
+            for first in range(0, len(lanes), consecutive * repeated):
+                start = arith.index_cast(ir.IndexType.get(), lanes[first])
+                if consecutive == 1:
+                    values.extend([memref.load(source, [start])] * repeated)
+                else:
+                    group = vector.load(ir.VectorType.get((consecutive,), element), source, [start])
+                    values.extend(_lanes(group))
+            out = vector.from_elements(ir.VectorType.get((len(lanes),), element), values)
+            registers[at] = out
+        return mgpu.FragmentedArray(
+            _registers=registers, _layout=index.layout, _is_signed=mgpu.utils.is_signed(ref.dtype)
+        )
+
+    return load(ref, index)
+
+
+def scatter(ref: Any, index: jax.Array, values: jax.Array, where: jax.Array, layout: Any) -> None:
+    """``ref[index] = values`` for the elements of ``where``; indices are distinct.
+
+    The warpgroup waits before and after, so that earlier reads and later ones of shared memory
+    are in order.
+    """
+    if interpreted():
+        at = jnp.where(where, index, ref.shape[0])
+        ref[...] = ref[...].at[at].set(values, mode="drop")
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout, layout))
+    def store(_, target, index, values, where):
+        mgpu.utils.warpgroup_barrier()
+        for at, indices in _each(index.registers):
+            lanes = zip(
+                _lanes(indices), _lanes(values.registers[at]), _lanes(where.registers[at]),
+                strict=True,
+            )  # fmt: skip
+            for slot, value, wanted in lanes:
+                branch = scf.IfOp(wanted)
+                with ir.InsertionPoint(branch.then_block):
+                    memref.store(value, target, [arith.index_cast(ir.IndexType.get(), slot)])
+                    scf.YieldOp([])
+        mgpu.utils.warpgroup_barrier()
+
+    store(ref, index, values, where)
+
+
+def prefix_sum(x: jax.Array, scratch: Any) -> tuple[jax.Array, jax.Array]:
+    """The sum of the elements before each, and of all: int32 in the blocked layout.
+
+    ``scratch`` is an int32 [4] in shared memory.
+    """
+    if interpreted():
+        return jnp.cumsum(x) - x, jnp.sum(x)
+    layout = blocked(x.shape[0])
+    result = (
+        plgpu.ShapeDtypeStruct(x.shape, jnp.int32, layout),
+        plgpu.ShapeDtypeStruct((), jnp.int32, plgpu.Layout.WG_SPLAT(())),
+    )
+
+    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()), return_type=result)
+    def scan(_, x, scratch):
+        i32 = ir.IntegerType.get_signless(32)
+        c = lambda value: mgpu.utils.c(value, i32)  # noqa: E731
+        before, total = [], c(0)
+        for lane in _lanes(x.registers[0]):
+            before.append(total)
+            total = arith.addi(total, lane)
+        thread = mgpu.utils.thread_idx()
+        lane_id = arith.andi(thread, c(31))
+        inclusive = total
+        for distance in (1, 2, 4, 8, 16):
+            other = nvvm.shfl_sync(c(0xFFFFFFFF), inclusive, c(distance), c(0), nvvm.ShflKind.up)
+            has_other = arith.cmpi(arith.CmpIPredicate.uge, lane_id, c(distance))
+            inclusive = arith.addi(inclusive, arith.select(has_other, other, c(0)))
+        warp = arith.andi(arith.shrui(thread, c(5)), c(WARPS - 1))
+        mgpu.utils.warpgroup_barrier()
+        last = scf.IfOp(arith.cmpi(arith.CmpIPredicate.eq, lane_id, c(31)))
+        with ir.InsertionPoint(last.then_block):
+            memref.store(inclusive, scratch, [arith.index_cast(ir.IndexType.get(), warp)])
+            scf.YieldOp([])
+        mgpu.utils.warpgroup_barrier()
+        base, everything = arith.subi(inclusive, total), c(0)
+        for other in range(WARPS):
+            count = memref.load(scratch, [mgpu.utils.c(other, ir.IndexType.get())])
+            earlier = arith.cmpi(arith.CmpIPredicate.ult, c(other), warp)
+            base = arith.addi(base, arith.select(earlier, count, c(0)))
+            everything = arith.addi(everything, count)
+        sums = [arith.addi(base, b) for b in before]
+        registers = x.registers.copy()
+        registers[0] = vector.from_elements(ir.VectorType.get((len(sums),), i32), sums)
+        return (
+            mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=True),
+            mgpu.FragmentedArray.splat(everything, (), is_signed=True),
+        )
+
+    return scan(x, scratch)
+
+
+def _each(registers: np.ndarray) -> list[tuple[tuple[int, ...], ir.Value]]:
+    return [(at, registers[at]) for at in np.ndindex(registers.shape)]
+
+
+def _lanes(register: ir.Value) -> list[ir.Value]:
+    [length] = ir.VectorType(register.type).shape
+    return [
+        vector.extract(register, [], ir.DenseI64ArrayAttr.get([lane])) for lane in range(length)
+    ]
+
+
+def find_kth(count_at_least: Callable[[jax.Array], jax.Array], k: Any, low: Any, high: Any):
+    """The largest t in [low, high] with ``count_at_least(t) >= k``, or low if there is none.
+
+    Bisection over the integers, at most 32 counts.
+    """
+
+    def halve(bounds):
+        low, high = bounds
+        middle = (low | high) - ((low ^ high) >> 1)  # the mean, rounded up, without overflow
+        enough = count_at_least(middle) >= k
+        return jnp.where(enough, middle, low), jnp.where(enough, high, middle - 1)
+
+    return jax.lax.while_loop(lambda b: b[0] < b[1], halve, (low, high))[0]

@@ -1,0 +1,148 @@
+"""Block selection in two kernels: pool over the whole GPU, then choose with one warpgroup a request.
+
+The first reads V and D once. The second works on a block score in a register or two: two searches
+for a threshold, and a prefix sum that numbers the selected blocks in ascending order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from pallas_kernels.compat import mosaic_kernel
+from pallas_kernels.mosaic import lanes
+from pallas_kernels.ordering import NEVER, ordered_keys
+
+POOLED = 64
+"""Blocks pooled by one thread block."""
+MAX_BLOCKS = 4096
+HIGHEST = int(jnp.iinfo(jnp.int32).max)
+
+
+def select_blocks_mosaic(
+    V: jax.Array,
+    D_rev: jax.Array,
+    num_slots: jax.Array,
+    budget: jax.Array,
+    explore: jax.Array,
+    priority: jax.Array,
+    block_size: int,
+    capacity: int,
+) -> tuple[jax.Array, jax.Array]:
+    """See ``pallas_kernels.selection``."""
+    pooled = pool_blocks_mosaic(V, D_rev, num_slots, block_size)
+    return choose_blocks_mosaic(pooled, num_slots, budget, explore, priority, block_size, capacity)
+
+
+def pool_blocks_mosaic(
+    V: jax.Array, D_rev: jax.Array, num_slots: jax.Array, block_size: int
+) -> jax.Array:
+    """``S_j`` of the blocks that hold a visible slot; the others are not written."""
+    batch, slots = V.shape
+    tiles = -(-slots // (POOLED * block_size))
+    layout = plgpu.Layout.WGMMA
+
+    def body(V_ref, D_ref, num_ref, out_ref):
+        row, tile = jax.lax.axis_index("row"), jax.lax.axis_index("tile")
+        visible = num_ref[row]
+
+        def pool():
+            shape = (POOLED, block_size)
+            block = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
+            within = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
+            slot = (tile * POOLED + block) * block_size + within
+            seen = slot < visible
+            at = jnp.where(seen, slot, 0)
+            by_slot = lanes.gather(V_ref.at[row], at, layout, consecutive=2)
+            at = jnp.where(seen, slots - visible + slot, 0)
+            by_distance = lanes.gather(D_ref.at[row], at, layout)
+            best = jnp.maximum(by_slot.astype(jnp.float32), by_distance.astype(jnp.float32))
+            pooled = jnp.max(jnp.where(seen, best, -jnp.inf), axis=1)
+            out_ref[row, pl.ds(tile * POOLED, POOLED)] = pooled
+
+        pl.when(tile * (POOLED * block_size) < visible)(pool)
+
+    kernel = mosaic_kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((batch, tiles * POOLED), jnp.float32),
+        grid=(batch, tiles),
+        grid_names=("row", "tile"),
+    )
+    return kernel(V, D_rev, num_slots)
+
+
+def choose_blocks_mosaic(
+    pooled: jax.Array,
+    num_slots: jax.Array,
+    budget: jax.Array,
+    explore: jax.Array,
+    priority: jax.Array,
+    block_size: int,
+    capacity: int,
+) -> tuple[jax.Array, jax.Array]:
+    """The forced blocks, the highest of ``pooled``, then the highest priorities."""
+    batch, num_blocks = priority.shape
+    padded = -(-max(num_blocks, capacity) // lanes.THREADS) * lanes.THREADS
+    layout = lanes.blocked(padded)
+
+    def body(pooled_ref, num_ref, budget_ref, explore_ref, priority_ref, ids_ref, count_ref, warps):
+        row = jax.lax.axis_index("row")
+        active = (num_ref[row] + block_size - 1) // block_size
+        count = jnp.minimum(budget_ref[row], active)
+        drawn = jnp.minimum(explore_ref[row], count)
+        block = lanes.iota(padded, layout)
+        visible = block < active
+        at = jnp.minimum(block, jnp.maximum(active - 1, 0))
+        forced = visible & ((block == 0) | (block == active - 1))
+
+        keys = ordered_keys(lanes.gather(pooled_ref.at[row], at, layout))
+        free = visible & ~forced
+        keys = jnp.where(free, jnp.maximum(keys, NEVER + 1), NEVER)
+        wanted = count - drawn - jnp.minimum(active, 2)
+        highest = jnp.max(keys)
+        lowest = jnp.minimum(jnp.min(jnp.where(free, keys, HIGHEST)), highest)
+        chosen = forced | _highest(keys, free, wanted, lowest, highest, warps)
+
+        keys = lanes.gather(priority_ref.at[row], at, layout)
+        keys = jax.lax.bitcast_convert_type(keys, jnp.int32) ^ NEVER
+        free = visible & ~chosen
+        lowest = jnp.where(drawn > 0, NEVER, HIGHEST)  # nothing to draw: nothing to search
+        selected = chosen | _highest(keys, free, drawn, lowest, jnp.int32(HIGHEST), warps)
+
+        places, _ = lanes.prefix_sum(selected.astype(jnp.int32), warps)
+        ids_row = ids_ref.at[row]
+        lanes.scatter(ids_row, places, block, selected & (places < capacity), layout)
+        nothing = plgpu.layout_cast(jnp.full((padded,), -1, jnp.int32), layout)
+        lanes.scatter(ids_row, block, nothing, (block >= count) & (block < capacity), layout)
+        count_ref[row] = count
+
+    kernel = mosaic_kernel(
+        body,
+        out_type=(
+            jax.ShapeDtypeStruct((batch, capacity), jnp.int32),
+            jax.ShapeDtypeStruct((batch,), jnp.int32),
+        ),
+        scratch_types=[plgpu.SMEM((lanes.WARPS,), jnp.int32)],
+        grid=(batch,),
+        grid_names=("row",),
+    )
+    return kernel(pooled, num_slots, budget, explore, priority)
+
+
+def _highest(
+    keys: jax.Array, among: jax.Array, k: jax.Array, low: jax.Array, high: jax.Array, warps: Any
+) -> jax.Array:
+    """The k highest keys, as a mask; ties go to the lowest index."""
+
+    def count_at_least(t):
+        return jnp.sum((among & (keys >= t)).astype(jnp.int32))
+
+    kth = lanes.find_kth(count_at_least, k, low, high)
+    above, tie = among & (keys > kth), among & (keys == kth)
+    ties = k - jnp.sum(above.astype(jnp.int32))
+    rank, _ = lanes.prefix_sum(tie.astype(jnp.int32), warps)
+    return above | (tie & (rank < ties))
