@@ -25,7 +25,7 @@ _device: contextvars.ContextVar[Device] = contextvars.ContextVar("device", defau
 
 @contextlib.contextmanager
 def tracing_for_hopper(device: Device) -> Iterator[None]:
-    """Traces as if a Hopper GPU were there: "assumed" to lower for one, "interpreted" on the CPU."""
+    """Traces as if a Hopper GPU were there: to lower for one, or to interpret kernels."""
     token = _device.set(device)
     try:
         yield

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int32
 from pallas_kernels.compat import Implementation, choose
 from pallas_kernels.ordering import LOWEST
 
-FLOAT8 = jnp.float8_e4m3fn
+FLOAT8 = jnp.dtype(jnp.float8_e4m3fn)
 
 
 def index_scores(
@@ -47,15 +47,30 @@ def index_scores(
     Source: spec deepseek_v4, "Compressed slots"; paper, Algorithm 1 step 6.
     """
     arguments = (q, w, keys, num_slots, block_ids, block_size, key_scales)
-    if choose("index_scores", implementation, _unsupported(q, keys, block_size)) == "mosaic":
+    unsupported = _unsupported(q, keys, block_ids, block_size)
+    if choose("index_scores", implementation, unsupported) == "mosaic":
         from pallas_kernels.mosaic.scoring import index_scores_mosaic
 
         return index_scores_mosaic(*arguments)
     return index_scores_reference(*arguments)
 
 
-def _unsupported(q: jax.Array, keys: jax.Array, block_size: int) -> str | None:
-    return "the kernel is not written yet"
+def _unsupported(
+    q: jax.Array, keys: jax.Array, block_ids: jax.Array | None, block_size: int
+) -> str | None:
+    rows, heads, width = q.shape[1:]
+    slots = keys.shape[1]
+    if q.dtype != keys.dtype or keys.dtype not in (jnp.bfloat16, FLOAT8):
+        return f"queries are {q.dtype} and keys {keys.dtype}; both must be bfloat16 or {FLOAT8}"
+    if block_size % 64:
+        return f"block_size={block_size} is not a multiple of 64"
+    if slots % (64 if block_ids is not None else block_size):
+        return f"{slots} slots are not whole blocks of {block_size}"
+    if heads % 8 or heads > 256 or width * keys.dtype.itemsize % 128 or width > 256:
+        return f"{heads} heads of {width} channels do not tile: heads in 8s, channels in 128 bytes"
+    if rows * heads * width * keys.dtype.itemsize > 128 * 1024:
+        return f"the queries of {rows} rows do not fit shared memory"
+    return None
 
 
 def index_scores_reference(

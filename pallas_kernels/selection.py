@@ -10,6 +10,10 @@ from pallas_kernels.compat import Implementation, choose
 from pallas_kernels.ordering import ordered_keys
 
 
+MAX_BLOCKS = 4096
+"""The most blocks that the kernel ranks."""
+
+
 def select_blocks(
     V: Float[Array, "B S"],
     D_rev: Float[Array, "B S"],
@@ -56,7 +60,12 @@ def select_blocks(
 
 
 def _unsupported(V: jax.Array, block_size: int) -> str | None:
-    return "the kernel is not written yet"
+    slots = V.shape[1]
+    if block_size % 8 or slots % 2:
+        return f"block_size={block_size} is not a multiple of 8, or {slots} slots are not even"
+    if -(-slots // block_size) > MAX_BLOCKS:
+        return f"{slots} slots are more than {MAX_BLOCKS} blocks of {block_size}"
+    return None
 
 
 def select_blocks_reference(

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.compat import Implementation, choose
+from pallas_kernels.compat import HAS_MOSAIC, Implementation, choose
 from pallas_kernels.ordering import NEVER, ordered_keys
 
 
@@ -40,7 +40,8 @@ def top_k_slots(
     Source: paper, Algorithm 1 step 7.
     """
     arguments = (scores, k, block_ids, block_size, block_max)
-    if choose("top_k_slots", implementation, _unsupported(scores, k, block_size)) == "mosaic":
+    unsupported = _unsupported(scores, k, block_size) if HAS_MOSAIC else None
+    if choose("top_k_slots", implementation, unsupported) == "mosaic":
         from pallas_kernels.mosaic.topk import top_k_slots_mosaic
 
         return top_k_slots_mosaic(*arguments)
@@ -48,7 +49,16 @@ def top_k_slots(
 
 
 def _unsupported(scores: jax.Array, k: int, block_size: int) -> str | None:
-    return "the kernel is not written yet"
+    from pallas_kernels.mosaic.topk import MAX_K, group_size
+
+    length = scores.shape[-1]
+    if k > MAX_K:
+        return f"k={k} is more than {MAX_K}"
+    if length % 4:
+        return f"{length} scores are not a multiple of 4"
+    if group_size(length, k, block_size) is None:
+        return f"k={k} of {length} scores in blocks of {block_size} needs too many block maxima"
+    return None
 
 
 def top_k_slots_reference(

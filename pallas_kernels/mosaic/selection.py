@@ -1,4 +1,4 @@
-"""Block selection in two kernels: pool over the whole GPU, then choose with one warpgroup a request.
+"""Block selection in two kernels: pool on the whole GPU, choose with one warpgroup a request.
 
 The first reads V and D once. The second works on a block score in a register or two: two searches
 for a threshold, and a prefix sum that numbers the selected blocks in ascending order.
@@ -19,7 +19,6 @@ from pallas_kernels.ordering import NEVER, ordered_keys
 
 POOLED = 64
 """Blocks pooled by one thread block."""
-MAX_BLOCKS = 4096
 HIGHEST = int(jnp.iinfo(jnp.int32).max)
 
 
