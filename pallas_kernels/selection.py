@@ -9,7 +9,6 @@ from jaxtyping import Array, Bool, Float, Int32, Shaped, UInt32
 from pallas_kernels.compat import Implementation, choose
 from pallas_kernels.ordering import ordered_keys
 
-
 MAX_BLOCKS = 4096
 """The most blocks that the kernel ranks."""
 

@@ -6,8 +6,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.compat import HAS_MOSAIC, Implementation, choose
+from pallas_kernels.compat import Implementation, choose
 from pallas_kernels.ordering import NEVER, ordered_keys
+
+MAX_K = 2048
+BUFFER = 8192
+"""Scores that the kernel holds at once: as many need no maxima."""
+MAX_GROUPS = 4096
 
 
 def top_k_slots(
@@ -40,8 +45,7 @@ def top_k_slots(
     Source: paper, Algorithm 1 step 7.
     """
     arguments = (scores, k, block_ids, block_size, block_max)
-    unsupported = _unsupported(scores, k, block_size) if HAS_MOSAIC else None
-    if choose("top_k_slots", implementation, unsupported) == "mosaic":
+    if choose("top_k_slots", implementation, _unsupported(scores, k, block_size)) == "mosaic":
         from pallas_kernels.mosaic.topk import top_k_slots_mosaic
 
         return top_k_slots_mosaic(*arguments)
@@ -49,8 +53,6 @@ def top_k_slots(
 
 
 def _unsupported(scores: jax.Array, k: int, block_size: int) -> str | None:
-    from pallas_kernels.mosaic.topk import MAX_K, group_size
-
     length = scores.shape[-1]
     if k > MAX_K:
         return f"k={k} is more than {MAX_K}"
@@ -58,6 +60,20 @@ def _unsupported(scores: jax.Array, k: int, block_size: int) -> str | None:
         return f"{length} scores are not a multiple of 4"
     if group_size(length, k, block_size) is None:
         return f"k={k} of {length} scores in blocks of {block_size} needs too many block maxima"
+    return None
+
+
+def group_size(length: int, k: int, block_size: int) -> int | None:
+    """How many scores share a maximum in the kernel; 0: none do; None: no size suits it.
+
+    At least 3/2 K maxima bound the K-th score well; the kernel ranks at most MAX_GROUPS of them.
+    """
+    if length <= BUFFER:
+        return 0
+    for size in (block_size, 128, 64, 32, 16):
+        fits = length % size == 0 and size % 16 == 0
+        if fits and 3 * k <= 2 * (length // size) <= 2 * MAX_GROUPS:
+            return size
     return None
 
 

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from pallas_kernels.compat import mosaic_kernel
 from pallas_kernels.mosaic import lanes
 from pallas_kernels.ordering import NEVER, ordered_keys
+from pallas_kernels.topk import BUFFER, group_size
 
 Load = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 
@@ -28,23 +29,6 @@ TILE = 2048
 """Scores a step of the stream."""
 CHUNK = 1024
 """Buffered scores a step of a pruning."""
-BUFFER = 8192
-MAX_K = 2048
-MAX_GROUPS = 4096
-
-
-def group_size(length: int, k: int, block_size: int) -> int | None:
-    """How many scores share a maximum, if the kernel serves; 0: no maxima are needed.
-
-    At least 3/2 K maxima make a tight threshold; the kernel ranks at most MAX_GROUPS of them.
-    """
-    if length <= BUFFER:
-        return 0
-    for size in (block_size, 128, 64, 32, 16):
-        fits = length % size == 0 and size % 16 == 0
-        if fits and 3 * k <= 2 * (length // size) <= 2 * MAX_GROUPS:
-            return size
-    return None
 
 
 def top_k_slots_mosaic(
