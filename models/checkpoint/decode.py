@@ -74,7 +74,7 @@ def fp4_rows(
     rows, groups = scales.shape
     values = np.take(_FP4_PAIRS, packed).view(np.float32)
     factors = e8m0_values(scales)
-    if values.shape[1] == groups * FP4_GROUP:
+    if columns == groups * FP4_GROUP:
         _scale(values.reshape(rows, groups, FP4_GROUP), factors[:, :, None])
         return values
     values = values[:, :columns]
