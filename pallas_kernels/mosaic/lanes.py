@@ -25,8 +25,13 @@ THREADS = 128
 WARPS = 4
 
 
+def padded(length: int) -> int:
+    """The next length that every operation takes: masks need a multiple of 8 elements a thread."""
+    return -(-length // (8 * THREADS)) * (8 * THREADS)
+
+
 def blocked(length: int) -> Any:
-    """The layout that gives each thread consecutive elements; length is a multiple of 128."""
+    """The layout that gives each thread consecutive elements; length is a multiple of 1024."""
     return plgpu.Layout.WG_STRIDED((length,), vec_size=length // THREADS)
 
 

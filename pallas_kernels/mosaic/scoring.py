@@ -155,7 +155,7 @@ def _score(
                 for row in range(rows):
                     store(request, first + at, row, nothing)
 
-        padded = -(-batch // lanes.THREADS) * lanes.THREADS
+        padded = lanes.padded(batch)
         index = lanes.iota(padded, lanes.blocked(padded))
         layout = lanes.blocked(padded)
         live_counts = lanes.gather(live_ref, jnp.minimum(index, batch - 1), layout)

@@ -85,7 +85,7 @@ def choose_blocks_mosaic(
 ) -> tuple[jax.Array, jax.Array]:
     """The forced blocks, the highest of ``pooled``, then the highest priorities."""
     batch, num_blocks = priority.shape
-    padded = -(-max(num_blocks, capacity) // lanes.THREADS) * lanes.THREADS
+    padded = lanes.padded(max(num_blocks, capacity))
     layout = lanes.blocked(padded)
 
     def body(pooled_ref, num_ref, budget_ref, explore_ref, priority_ref, ids_ref, count_ref, warps):

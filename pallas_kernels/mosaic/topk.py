@@ -52,14 +52,13 @@ def top_k_slots_mosaic(
         operands.append(block_max.reshape(num_rows, -1))
     if block_ids is not None:
         operands.append(block_ids)
-    padded_k = _round_up(k, lanes.THREADS)
     scratch = {
         "keys": plgpu.SMEM((BUFFER,), jnp.int32),
         "positions": plgpu.SMEM((BUFFER,), jnp.int32),
         "warps": plgpu.SMEM((lanes.WARPS,), jnp.int32),
     }
     if group:
-        scratch["groups"] = plgpu.SMEM((_round_up(length // group, lanes.THREADS),), jnp.int32)
+        scratch["groups"] = plgpu.SMEM((lanes.padded(length // group),), jnp.int32)
 
     def body(scores_ref, *refs, keys, positions, warps, groups=None):
         *others, out_ref = refs
@@ -73,28 +72,26 @@ def top_k_slots_mosaic(
         else:
             bound = jnp.int32(NEVER + 1)
             kept = _stream(buffer, bound, jnp.int32(length), _direct(source, length))
-        layout = lanes.blocked(padded_k)
-        slots = plgpu.load(positions.at[pl.ds(0, padded_k)], layout=layout)
-        valid = lanes.iota(padded_k, layout) < kept
+        padded = lanes.padded(k)
+        layout = lanes.blocked(padded)
+        place = lanes.iota(padded, layout)
+        slots = plgpu.load(positions.at[pl.ds(0, padded)], layout=layout)
         if block_ids is not None:
-            slots = jnp.where(valid, slots, 0)
+            slots = jnp.where(place < kept, slots, 0)
             ids_ref = others.pop(0).at[row // (num_rows // block_ids.shape[0])]
             block = lanes.gather(ids_ref, slots // block_size, layout)
             slots = block * block_size + slots % block_size
-        out_ref[row] = jnp.where(valid, slots, -1)
+        slots = jnp.where(place < kept, slots, -1)
+        lanes.scatter(out_ref.at[row], place, slots, place < k, layout)
 
     kernel = mosaic_kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((num_rows, padded_k), jnp.int32),
+        out_type=jax.ShapeDtypeStruct((num_rows, k), jnp.int32),
         scratch_types=scratch,
         grid=(num_rows,),
         grid_names=("row",),
     )
-    return kernel(*operands)[:, :k].reshape(*leading, k)
-
-
-def _round_up(x: int, multiple: int) -> int:
-    return -(-x // multiple) * multiple
+    return kernel(*operands).reshape(*leading, k)
 
 
 def _count(mask: jax.Array) -> jax.Array:
@@ -103,7 +100,7 @@ def _count(mask: jax.Array) -> jax.Array:
 
 def _list_groups(maxima: Any, num_groups: int, k: int, groups: Any, warps: Any):
     """Writes which groups can hold one of the K highest; returns their bound and their number."""
-    padded = _round_up(num_groups, lanes.THREADS)
+    padded = lanes.padded(num_groups)
     layout = lanes.blocked(padded)
     index = lanes.iota(padded, layout)
     values = lanes.gather(maxima, jnp.minimum(index, num_groups - 1), layout)
@@ -136,9 +133,11 @@ def _grouped(source: Any, groups: Any, size: int, count: jax.Array) -> Load:
 
     def load(tile):
         index = tile * TILE + lanes.iota(TILE, layout)
-        listed = jnp.minimum(index // size, count - 1)
+        listed = jnp.minimum(index // size, jnp.maximum(count - 1, 0))
         repeated = min(size, TILE // lanes.THREADS)
-        position = lanes.gather(groups, listed, layout, repeated=repeated) * size + index % size
+        group = lanes.gather(groups, listed, layout, repeated=repeated)
+        # Where none is listed there is still a tile to load, and it must lie inside the row.
+        position = group * jnp.where(count > 0, size, 0) + index % size
         values = lanes.gather(source, position, layout, consecutive=4)
         return jnp.where(index < count * size, ordered_keys(values), NEVER), position
 
