@@ -48,7 +48,8 @@ def top_k_slots_mosaic(
     operands = [rows]
     if group:
         if block_max is None or group != block_size:
-            block_max = jnp.max(rows.reshape(num_rows, -1, group), axis=-1, initial=-jnp.inf)
+            groups_of = jnp.where(rows > -jnp.inf, rows, -jnp.inf).reshape(num_rows, -1, group)
+            block_max = jnp.max(groups_of, axis=-1)
         operands.append(block_max.reshape(num_rows, -1))
     if block_ids is not None:
         operands.append(block_ids)
@@ -144,8 +145,11 @@ def _grouped(source: Any, groups: Any, size: int, count: jax.Array) -> Load:
     return load
 
 
-def _stream(buffer: _Buffer, threshold: jax.Array, length: jax.Array, load: Load) -> jax.Array:
-    """Leaves the K highest of ``length`` scores in the buffer, in order; returns how many."""
+def _stream(buffer: _Buffer, bound: jax.Array, length: jax.Array, load: Load) -> jax.Array:
+    """Leaves the K highest of ``length`` scores, all at least ``bound``, in the buffer, in order.
+
+    Returns how many there are.
+    """
     tiles = (length + TILE - 1) // TILE
     layout = lanes.blocked(TILE)
 
@@ -153,16 +157,16 @@ def _stream(buffer: _Buffer, threshold: jax.Array, length: jax.Array, load: Load
         keys, positions, used, threshold = carry
         following = load(jnp.minimum(tile + 1, tiles - 1))  # in flight while this one is sorted out
         last = tile == tiles
-        used, threshold = jax.lax.cond(
-            last | (used + TILE > BUFFER), buffer.prune, lambda *state: state, used, threshold
-        )
+        full = last | (used + TILE > BUFFER)
+        prune = lambda *state: buffer.prune(*state, bound)  # noqa: E731
+        used, threshold = jax.lax.cond(full, prune, lambda *state: state, used, threshold)
         wanted = (keys >= threshold) & ~last
         places, count = lanes.prefix_sum(wanted.astype(jnp.int32), buffer.warps)
         lanes.scatter(buffer.keys, used + places, keys, wanted, layout)
         lanes.scatter(buffer.positions, used + places, positions, wanted, layout)
         return *following, used + count, threshold
 
-    state = (*load(jnp.int32(0)), jnp.int32(0), threshold)
+    state = (*load(jnp.int32(0)), jnp.int32(0), bound)
     return jax.lax.fori_loop(0, tiles + 1, step, state)[2]
 
 
@@ -175,13 +179,15 @@ class _Buffer:
     warps: Any
     k: int
 
-    def prune(self, used: jax.Array, threshold: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Keeps the K highest; returns how many are left and what a later candidate must reach."""
-        return jax.lax.cond(
-            used > self.k, self._keep_highest, lambda *state: state, used, threshold
-        )
+    def prune(self, used: jax.Array, threshold: jax.Array, lowest: jax.Array):
+        """Keeps the K highest of keys that are at least ``lowest``.
 
-    def _keep_highest(self, used, threshold):
+        Returns how many are left, and the threshold that a later candidate must reach.
+        """
+        keep = lambda used, _: self._keep_highest(used, lowest)  # noqa: E731
+        return jax.lax.cond(used > self.k, keep, lambda *state: state, used, threshold)
+
+    def _keep_highest(self, used, lowest):
         chunks = (used + CHUNK - 1) // CHUNK
         layout = lanes.blocked(CHUNK)
         within = lanes.iota(CHUNK, layout)
@@ -197,11 +203,9 @@ class _Buffer:
             add = lambda c, sums: sums + (chunk_keys(c) >= t).astype(jnp.int32)  # noqa: E731
             return jnp.sum(jax.lax.fori_loop(0, chunks, add, zero))
 
-        lowest = plgpu.layout_cast(jnp.full((CHUNK,), NEVER, jnp.int32), layout)
-        highest = jax.lax.fori_loop(
-            0, chunks, lambda c, best: jnp.maximum(best, chunk_keys(c)), lowest
-        )
-        kth = lanes.find_kth(count_at_least, self.k, threshold, jnp.max(highest))
+        best = plgpu.layout_cast(jnp.full((CHUNK,), NEVER, jnp.int32), layout)
+        best = jax.lax.fori_loop(0, chunks, lambda c, x: jnp.maximum(x, chunk_keys(c)), best)
+        kth = lanes.find_kth(count_at_least, self.k, lowest, jnp.max(best))
         ties = self.k - count_at_least(kth + 1)
 
         def compact(chunk, carry):
