@@ -13,42 +13,67 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
-from models.cache import History, LayerCache, Step, extend_ring, write_slots
-from models.compressor import Angles, compress, step_slots
+from models.cache import LayerCache, RingPlan, Step, extend_ring, make_step, plan_ring, write_slots
+from models.compressor import SlotPlan, compress, plan_slots
 from models.config import CSA, ModelConfig
 from models.layers import (
     F32,
+    Rotation,
     apply_rope,
     hadamard_rotate,
     linear,
     mean_square_scale,
     rms_norm,
-    rope_angles,
     rope_frequencies,
+    rope_rotation,
 )
 from models.quant_sim import simulate_fp4, simulate_fp8
 from models.selector import IndexKeys, IndexQuery, Selector
 
 
-class Rotations(NamedTuple):
-    """The step's rotary angles: by layer kind at the tokens, by ratio at the slots."""
+class StepPlan(NamedTuple):
+    """All that a step's layers share, computed once: indices, masks and rotary factors."""
 
-    tokens: dict[bool, Angles]
-    slots: dict[int, Angles]
+    step: Step
+    window: RingPlan
+    in_window: Bool[Array, "B T M"]
+    """Rows of the window's history that each token sees: max(0, p - W + 1) .. p."""
+    rotations: dict[tuple[bool, int], Rotation]
+    """Rotary factors at the tokens, by (compressed layer, head width)."""
+    slots: dict[int, SlotPlan]
+    """By compress ratio."""
 
 
-def step_rotations(step: Step, cfg: ModelConfig, ratios: tuple[int, ...]) -> Rotations:
-    """All angles that layers of the given ratios need, computed once a step."""
-    tokens = {
-        compressed: rope_angles(step.positions, rope_frequencies(cfg, compressed=compressed))
-        for compressed in sorted({bool(r) for r in ratios})
-    }
-    slots = {}
-    for ratio in sorted(set(ratios) - {0}):
-        first, count = step_slots(step, ratio)
-        slot = first[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
-        slots[ratio] = rope_angles(slot * ratio, rope_frequencies(cfg, compressed=True))
-    return Rotations(tokens, slots)
+def plan_step(
+    length: Int32[Array, "B"],
+    num_new: Int32[Array, "B"],
+    tokens: int,
+    max_draft: int,
+    cfg: ModelConfig,
+    ratios: tuple[int, ...],
+) -> StepPlan:
+    """The plan of a step of ``tokens`` tokens for layers of the given ratios."""
+    step = make_step(length, num_new, tokens)
+    window = plan_ring(step, cfg.sliding_window + max_draft, max_draft)
+    held, p = window.held[:, None, :], step.positions[:, :, None]
+    heads = {(bool(ratio), cfg.head_dim) for ratio in ratios}
+    if CSA in ratios:
+        heads.add((True, cfg.index_head_dim))
+    plan = StepPlan(
+        step,
+        window,
+        (held >= 0) & (held <= p) & (held > p - cfg.sliding_window),
+        {
+            (compressed, width): rope_rotation(
+                step.positions, rope_frequencies(cfg, compressed=compressed), width
+            )
+            for compressed, width in sorted(heads)
+        },
+        {r: plan_slots(step, r, max_draft, cfg) for r in sorted(set(ratios) - {0})},
+    )
+    # Without a barrier XLA recomputes these small arrays inside every fusion of every layer that
+    # reads them: a third of the compile time, and slower steps.
+    return jax.lax.optimization_barrier(plan)
 
 
 class Attended(NamedTuple):
@@ -67,46 +92,39 @@ def attention(
     p: Any,
     x: Float[Array, "B T D"],
     cache: LayerCache,
-    step: Step,
-    rotations: Rotations,
+    plan: StepPlan,
     ratio: int,
     cfg: ModelConfig,
-    *,
-    max_draft: int,
     selector: Selector,
     selector_state: Any,
 ) -> Attended:
     """Attention of one layer over window and compressed slots, and its cache extended."""
-    angles = rotations.tokens[bool(ratio)]
-    head_angles = (angles[0][:, :, None], angles[1][:, :, None])
-    rotary = cfg.qk_rope_head_dim
+    token_rotation = plan.rotations[bool(ratio), cfg.head_dim]
+    rotation = _per_head(token_rotation)
 
     qr = rms_norm(linear(x, p["wq_a"]), p["q_norm"], cfg.rms_norm_eps)
     q = linear(qr, p["wq_b"], F32).reshape(*x.shape[:2], -1, cfg.head_dim)
-    q = apply_rope(q * mean_square_scale(q, cfg.rms_norm_eps), head_angles).astype(x.dtype)
-    kv = apply_rope(rms_norm(linear(x, p["wkv"]), p["kv_norm"], cfg.rms_norm_eps), angles)
+    q = apply_rope(q * mean_square_scale(q, cfg.rms_norm_eps), rotation).astype(x.dtype)
+    kv = rms_norm(linear(x, p["wkv"]), p["kv_norm"], cfg.rms_norm_eps)
+    kv = apply_rope(kv, token_rotation)
     if cfg.quant_sim:
-        kv = simulate_fp8(kv, rotary)
-    window, history = extend_ring(cache.window, kv, step, max_draft)
+        kv = simulate_fp8(kv, cfg.qk_rope_head_dim)
+    window, history = extend_ring(cache.window, kv, plan.window)
     cache = cache.replace(window=window)
-    groups = [_window_group(history, step, cfg.sliding_window)]
+    groups = [_Group(history, plan.in_window)]
 
     observation, slots, query = (), None, None
     if ratio:
-        content, pending = compress(
-            p["compressor"], x, cache.pending, step, rotations.slots[ratio], ratio, max_draft, cfg
-        )
+        slot_plan = plan.slots[ratio]
+        content, pending = compress(p["compressor"], x, cache.pending, slot_plan, ratio, cfg)
         if cfg.quant_sim:
-            content = simulate_fp8(content, rotary)
-        first, _ = step_slots(step, ratio)
-        compressed = write_slots(cache.compressed, first, content)
+            content = simulate_fp8(content, cfg.qk_rope_head_dim)
+        compressed = write_slots(cache.compressed, slot_plan.first, content)
         cache = cache.replace(compressed=compressed, pending=pending)
         # Position p sees the slots that are complete with it, its own included.
-        num_slots = (step.positions + 1) // ratio
+        num_slots = (plan.step.positions + 1) // ratio
         if ratio == CSA:
-            query, cache = _index(
-                p["indexer"], x, qr, head_angles, cache, step, rotations, max_draft, cfg
-            )
+            query, cache = _index(p["indexer"], x, qr, cache, plan, cfg)
             slots, observation = selector.select(
                 query, cache.index_keys, num_slots, selector_state, top_k=cfg.index_topk
             )
@@ -117,7 +135,7 @@ def attention(
             groups.append(_Group(compressed, visible))
 
     o = _attend(q, groups, p["attn_sink"])
-    o = apply_rope(o, head_angles, inverse=True).astype(x.dtype)
+    o = apply_rope(o, rotation, inverse=True).astype(x.dtype)
     # Group j projects its own heads with its own rows of wo_a.
     o = o.reshape(*x.shape[:2], cfg.o_groups, -1)
     wo_a = p["wo_a"].reshape(cfg.o_groups, cfg.o_lora_rank, -1)
@@ -126,30 +144,30 @@ def attention(
     return Attended(out, cache, observation, slots, query)
 
 
+def _per_head(rotation: Rotation) -> Rotation:
+    own, partner = rotation
+    return own[:, :, None], partner[:, :, None]
+
+
 def _index(
     p: Any,
     x: Float[Array, "B T D"],
     qr: Float[Array, "B T q"],
-    head_angles: Angles,
     cache: LayerCache,
-    step: Step,
-    rotations: Rotations,
-    max_draft: int,
+    plan: StepPlan,
     cfg: ModelConfig,
 ) -> tuple[IndexQuery, LayerCache]:
     """The lightning indexer's queries at the step's tokens, and its keys of the new slots."""
-    x_dim, heads = cfg.index_head_dim, cfg.index_n_heads
-    q = linear(qr, p["wq_b"], F32).reshape(*x.shape[:2], heads, x_dim)
-    q = hadamard_rotate(apply_rope(q, head_angles).astype(x.dtype))
-    w = linear(x, p["weights_proj"], F32) * (x_dim**-0.5 * heads**-0.5)
-    key, pending = compress(
-        p["compressor"], x, cache.index_pending, step, rotations.slots[CSA], CSA, max_draft, cfg
-    )
+    width, heads = cfg.index_head_dim, cfg.index_n_heads
+    q = linear(qr, p["wq_b"], F32).reshape(*x.shape[:2], heads, width)
+    q = apply_rope(q, _per_head(plan.rotations[True, width])).astype(x.dtype)
+    q = hadamard_rotate(q)
+    w = linear(x, p["weights_proj"], F32) * (width**-0.5 * heads**-0.5)
+    key, pending = compress(p["compressor"], x, cache.index_pending, plan.slots[CSA], CSA, cfg)
     key = hadamard_rotate(key)
     if cfg.quant_sim:
         q, key = simulate_fp4(q), simulate_fp4(key)
-    first, _ = step_slots(step, CSA)
-    keys = IndexKeys(write_slots(cache.index_keys.values, first, key))
+    keys = IndexKeys(write_slots(cache.index_keys.values, plan.slots[CSA].first, key))
     return IndexQuery(q, w), cache.replace(index_keys=keys, index_pending=pending)
 
 
@@ -159,32 +177,37 @@ class _Group(NamedTuple):
     rows: Float[Array, "B M d"] | Float[Array, "B T M d"]
     mask: Bool[Array, "B T M"]
 
-
-def _window_group(history: History, step: Step, window: int) -> _Group:
-    """Token p sees the tokens max(0, p - W + 1) .. p."""
-    held, p = history.positions[:, None, :], step.positions[:, :, None]
-    return _Group(history.rows, (held >= 0) & (held <= p) & (held > p - window))
+    @property
+    def axes(self) -> str:
+        """Their letters in an einsum."""
+        return "bmd" if self.rows.ndim == 3 else "btmd"
 
 
 def _attend(
     q: Float[Array, "B T H d"], groups: list[_Group], sink: Float[Array, "H"]
 ) -> Float[Array, "B T H d"]:
-    """``o = sum e^s v / (sum e^s + e^sink)`` with ``s = q . k d^-1/2``, float32."""
+    """``o = sum e^s v / (sum e^s + e^sink)`` with ``s = q . k d^-1/2``, float32.
+
+    Scores are kept key-major, [B, M, T, H]: the cached rows are then the left side of both
+    products in the layout they have in memory, and XLA makes no transposed copy of a cache.
+    """
     scale = q.shape[-1] ** -0.5
     scores = []
     for group in groups:
-        rows = "bmd" if group.rows.ndim == 3 else "btmd"
-        s = jnp.einsum(f"bthd,{rows}->bthm", q, group.rows, preferred_element_type=F32) * scale
-        scores.append(jnp.where(group.mask[:, :, None], s, -jnp.inf))
-    sink = sink[None, None, :, None]
+        s = _einsum(f"{group.axes},bthd->bmth", group.rows, q) * scale
+        mask = jnp.moveaxis(group.mask, 2, 1)[..., None]
+        scores.append(jnp.where(mask, s, -jnp.inf))
+    sink = sink[None, None, None, :]
     top = sink
     for s in scores:
-        top = jnp.maximum(top, jnp.max(s, axis=-1, keepdims=True))
+        top = jnp.maximum(top, jnp.max(s, axis=1, keepdims=True))
     total, out = jnp.exp(sink - top), jnp.zeros((), F32)
     for group, s in zip(groups, scores, strict=True):
-        rows = "bmd" if group.rows.ndim == 3 else "btmd"
         e = jnp.exp(s - top)
-        total = total + jnp.sum(e, axis=-1, keepdims=True)
-        e = e.astype(group.rows.dtype)
-        out = out + jnp.einsum(f"bthm,{rows}->bthd", e, group.rows, preferred_element_type=F32)
-    return out / total
+        total = total + jnp.sum(e, axis=1, keepdims=True)
+        out = out + _einsum(f"bmth,{group.axes}->bthd", e.astype(group.rows.dtype), group.rows)
+    return out / jnp.moveaxis(total, 1, 3)
+
+
+def _einsum(formula: str, a: Array, b: Array) -> Array:
+    return jnp.einsum(formula, a, b, preferred_element_type=F32)

@@ -149,49 +149,57 @@ def clear(cache: Cache, where: Bool[Array, "B"]) -> Cache:
     return jax.tree.map(zero, cache)
 
 
-class History(NamedTuple):
-    """The ring's tokens together with a step's new ones, addressable by position."""
+class RingPlan(NamedTuple):
+    """How a step of tokens meets a ring of ``size`` rows: the same for every layer.
 
-    rows: Float[Array, "B M ..."]
-    positions: Int32[Array, "B M"]
-    """The token of each row; negative where there is none."""
+    Steps of at most ``max_draft + 1`` tokens overwrite nothing that they need, so their history
+    is the ring itself after the write. The history of longer steps (prefill) is the old ring and
+    the new rows side by side.
+    """
 
-    def at(self, positions: Int32[Array, "B P"], step: Step, ring: int) -> Float[Array, "B P ..."]:
-        """Rows of the given tokens; garbage for tokens that the history does not hold."""
-        index = positions % ring
-        if self.rows.shape[1] > ring:
-            new = ring + positions - step.length[:, None]
-            index = jnp.where(positions < step.length[:, None], index, new)
-            index = jnp.clip(index, 0, self.rows.shape[1] - 1)
-        return jax.vmap(lambda rows, i: rows[i])(self.rows, index)
+    write: Int32[Array, "B T"]
+    """Ring row of each new token; ``size``, which is dropped, for those not to be kept."""
+    held: Int32[Array, "B M"]
+    """The token in each row of the history; negative where there is none."""
+
+
+def plan_ring(step: Step, size: int, max_draft: int) -> RingPlan:
+    tokens = step.positions.shape[1]
+    # Of a step longer than the ring only the last tokens stay.
+    keep = step.valid & (step.positions >= step.end[:, None] - size)
+    write = jnp.where(keep, jax.lax.rem(step.positions, jnp.int32(size)), size)
+    short = tokens <= max_draft + 1
+    last = (step.end if short else step.length)[:, None] - 1
+    age = last + size - jnp.arange(size, dtype=jnp.int32)[None]
+    held = last - jax.lax.rem(age, jnp.int32(size))
+    if not short:
+        new = jnp.where(step.valid, step.positions, -1)
+        held = jnp.concatenate((held, new), axis=1)
+    return RingPlan(write, held)
+
+
+def history_rows(
+    positions: Int32[Array, "B P"], step: Step, size: int, max_draft: int
+) -> Int32[Array, "B P"]:
+    """Rows of the history that hold the given tokens; any row for tokens it does not hold."""
+    tokens = step.positions.shape[1]
+    row = jax.lax.rem(jnp.maximum(positions, 0), jnp.int32(size))
+    if tokens <= max_draft + 1:
+        return row
+    new = size + jnp.minimum(positions - step.length[:, None], tokens - 1)
+    return jnp.where(positions < step.length[:, None], row, new)
 
 
 def extend_ring(
-    ring: Float[Array, "B R ..."], new: Float[Array, "B T ..."], step: Step, max_draft: int
-) -> tuple[Float[Array, "B R ..."], History]:
-    """Write a step's real tokens into a ring; and all that the step can see, ring and new.
-
-    Steps of at most ``max_draft + 1`` tokens overwrite nothing that they need: they read the ring
-    itself after the write. Longer ones (prefill) read the old ring and the new rows side by side.
-    """
-    size, tokens = ring.shape[1], new.shape[1]
-    end = step.end[:, None]
-    # Of a step longer than the ring only the last tokens stay; the others are dropped.
-    keep = step.valid & (step.positions >= end - size)
-    index = jnp.where(keep, step.positions % size, size)
+    ring: Float[Array, "B R ..."], new: Float[Array, "B T ..."], plan: RingPlan
+) -> tuple[Float[Array, "B R ..."], Float[Array, "B M ..."]]:
+    """Write a step's new rows into a ring; returns the ring and the history that the step sees."""
+    new = new.astype(ring.dtype)
     batch = jnp.arange(ring.shape[0], dtype=jnp.int32)[:, None]
-    written = ring.at[batch, index].set(new.astype(ring.dtype), mode="drop", unique_indices=True)
-
-    row = jnp.arange(size, dtype=jnp.int32)[None]
-    last = (end if tokens <= max_draft + 1 else step.length[:, None]) - 1
-    held = last - (last - row) % size
-    if tokens <= max_draft + 1:
-        return written, History(written, held)
-    rows = jnp.concatenate((ring, new.astype(ring.dtype)), axis=1)
-    held = jnp.where(held >= 0, held, -1)
-    return written, History(
-        rows, jnp.concatenate((held, jnp.where(step.valid, step.positions, -1)), axis=1)
-    )
+    written = _write(ring, batch, plan.write, new)
+    if plan.held.shape[1] == ring.shape[1]:
+        return written, written
+    return written, jnp.concatenate((ring, new), axis=1)
 
 
 def write_slots(
@@ -200,4 +208,14 @@ def write_slots(
     """Write n consecutive slots from ``first`` on; what falls outside is dropped."""
     index = first[:, None] + jnp.arange(new.shape[1], dtype=jnp.int32)[None]
     batch = jnp.arange(slots.shape[0], dtype=jnp.int32)[:, None]
-    return slots.at[batch, index].set(new.astype(slots.dtype), mode="drop", unique_indices=True)
+    return _write(slots, batch, index, new.astype(slots.dtype))
+
+
+def _write(array: Array, batch: Array, index: Array, new: Array) -> Array:
+    """Scatter rows in place, dropping those outside.
+
+    The barrier keeps XLA from fusing the write into each of its readers, which would make every
+    reader write a copy of the whole cache.
+    """
+    written = array.at[batch, index].set(new, mode="drop", unique_indices=True)
+    return jax.lax.optimization_barrier(written)

@@ -273,6 +273,7 @@ def _validate(cfg: ModelConfig) -> None:
     for ratio in cfg.compress_ratios[cfg.num_hidden_layers :]:
         require(ratio == SLIDING, f"an MTP layer must have compress ratio 0, not {ratio}")
     n = cfg.qk_rope_head_dim
+    require(cfg.head_dim % 2 == 0, f"head_dim must be even (rotary pairs), not {cfg.head_dim}")
     require(
         n >= 2 and n % 2 == 0 and n <= cfg.head_dim,
         f"qk_rope_head_dim must be even and at most head_dim {cfg.head_dim}, not {n}",

@@ -68,30 +68,38 @@ def rope_frequencies(cfg: ModelConfig, *, compressed: bool) -> np.ndarray:
     return freqs.astype(np.float32)
 
 
-def rope_angles(
-    positions: Int32[Array, "..."], freqs: np.ndarray
-) -> tuple[Float[Array, "... n2"], Float[Array, "... n2"]]:
-    """Cosine and sine of ``position * f_k``."""
+Rotation = tuple[Float[Array, "... c"], Float[Array, "... c"]]
+"""Factors of a rotary embedding for whole heads: of the channel itself, and of its partner."""
+
+
+def rope_rotation(positions: Int32[Array, ...], freqs: np.ndarray, width: int) -> Rotation:
+    """Rotation of heads of ``width`` channels at the given positions, angle ``position * f_k``.
+
+    Only the last n channels turn; the others get the factors 1 and 0, so that a rotation is two
+    multiplications without any splitting and joining of heads.
+    """
     angle = positions[..., None].astype(F32) * jnp.expand_dims(freqs, tuple(range(positions.ndim)))
-    return jnp.cos(angle), jnp.sin(angle)
+    plain = [(0, 0)] * positions.ndim + [(width - 2 * freqs.shape[0], 0)]
+    cos, sin = jnp.repeat(jnp.cos(angle), 2, axis=-1), jnp.repeat(jnp.sin(angle), 2, axis=-1)
+    sign = jnp.expand_dims(
+        np.tile(np.float32([-1, 1]), freqs.shape[0]), tuple(range(angle.ndim - 1))
+    )
+    return jnp.pad(cos, plain, constant_values=1), jnp.pad(sin * sign, plain)
 
 
 def apply_rope(
-    x: Float[Array, "... c"],
-    angles: tuple[Float[Array, "... n2"], Float[Array, "... n2"]],
-    *,
-    inverse: bool = False,
+    x: Float[Array, "... c"], rotation: Rotation, *, inverse: bool = False
 ) -> Float[Array, "... c"]:
-    """Rotate the interleaved pairs of the last n channels of x; ``angles`` broadcast against x."""
-    cos, sin = angles
+    """Turn the interleaved channel pairs of x, ``(a, b) -> (a cos - b sin, b cos + a sin)``.
+
+    ``rotation`` broadcasts against x; the arithmetic is float32, the result has the type of x.
+    """
+    own, partner = rotation
     if inverse:
-        sin = -sin
-    n = 2 * cos.shape[-1]
-    plain, rotary = x[..., : x.shape[-1] - n], x[..., x.shape[-1] - n :]
-    pairs = rotary.astype(F32).reshape(*rotary.shape[:-1], n // 2, 2)
-    even, odd = pairs[..., 0], pairs[..., 1]
-    turned = jnp.stack((even * cos - odd * sin, even * sin + odd * cos), axis=-1)
-    return jnp.concatenate((plain, turned.reshape(rotary.shape).astype(x.dtype)), axis=-1)
+        partner = -partner
+    value = x.astype(F32)
+    swapped = jnp.flip(value.reshape(*x.shape[:-1], -1, 2), axis=-1).reshape(x.shape)
+    return (value * own + swapped * partner).astype(x.dtype)
 
 
 def hadamard_rotate(x: Float[Array, "... x"]) -> Float[Array, "... x"]:

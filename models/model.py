@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from models.attention import Rotations, attention, step_rotations
-from models.cache import Cache, LayerCache, Step, make_step
+from models.attention import StepPlan, attention, plan_step
+from models.cache import Cache, LayerCache, Step
 from models.config import ModelConfig
 from models.hyper import head_read, mixing, read_streams, write_streams
 from models.layers import F32, linear, rms_norm
@@ -75,14 +75,13 @@ def forward(
     csa = len(cfg.csa_layers)
     states = ((),) * csa if selector_state is None else selector_state
     if len(states) != csa:
-        raise ValueError(f"selector_state has {len(states)} entries; the model has {csa} CSA layers")
-    step = make_step(cache.length, num_new, tokens.shape[1])
-    rotations = step_rotations(step, cfg, cfg.layer_ratios)
+        raise ValueError(
+            f"selector_state has {len(states)} entries; the model has {csa} CSA layers"
+        )
+    plan = plan_step(cache.length, num_new, tokens.shape[1], cache.max_draft, cfg, cfg.layer_ratios)
 
     embedded = params["embed"][tokens]
-    streams = jnp.broadcast_to(
-        embedded[:, :, None], (*tokens.shape, cfg.hc_mult, cfg.hidden_size)
-    )
+    streams = jnp.broadcast_to(embedded[:, :, None], (*tokens.shape, cfg.hc_mult, cfg.hidden_size))
     layers, observations, traces = [], [], []
     for i, ratio in enumerate(cfg.layer_ratios):
         state = states[cfg.csa_layers.index(i)] if i in cfg.csa_layers else ()
@@ -91,20 +90,18 @@ def forward(
             streams,
             tokens,
             cache.layers[i],
-            step,
-            rotations,
+            plan,
             ratio,
             cfg,
-            max_draft=cache.max_draft,
-            selector=selector,
-            selector_state=state,
+            selector,
+            state,
         )
         layers.append(layer)
         if i in cfg.csa_layers:
             observations.append(observation)
         traces.append(traced)
-    logits = _head(params, params, streams, step, cfg, last_only)
-    cache = cache.replace(length=step.end, layers=tuple(layers))
+    logits = _head(params, params, streams, plan.step, cfg, last_only)
+    cache = cache.replace(length=plan.step.end, layers=tuple(layers))
     return Forward(logits, streams, cache, tuple(observations), tuple(traces) if trace else ())
 
 
@@ -135,25 +132,17 @@ def mtp_forward(
     p = params["mtp"][0]
     if num_new is None:
         num_new = jnp.full_like(cache.length, next_tokens.shape[1])
-    step = make_step(cache.length, num_new, next_tokens.shape[1])
+    plan = plan_step(cache.length, num_new, next_tokens.shape[1], cache.max_draft, cfg, (0,))
     eps = cfg.rms_norm_eps
     embedded = linear(rms_norm(params["embed"][next_tokens], p["enorm"], eps), p["e_proj"])
     streams = embedded[:, :, None] + linear(rms_norm(streams, p["hnorm"], eps), p["h_proj"])
     streams, layer, _, traced = block(
-        p,
-        streams,
-        next_tokens,
-        cache.layers[0],
-        step,
-        step_rotations(step, cfg, (0,)),
-        0,
-        cfg,
-        max_draft=cache.max_draft,
-        selector=ALL_KEEP,
-        selector_state=(),
+        p, streams, next_tokens, cache.layers[0], plan, 0, cfg, ALL_KEEP, ()
     )
-    logits = _head(params, p, streams, step, cfg, last_only)
-    return Forward(logits, streams, cache.replace(length=step.end, layers=(layer,)), (), (traced,))
+    logits = _head(params, p, streams, plan.step, cfg, last_only)
+    return Forward(
+        logits, streams, cache.replace(length=plan.step.end, layers=(layer,)), (), (traced,)
+    )
 
 
 def block(
@@ -161,12 +150,9 @@ def block(
     streams: Float[Array, "B T m D"],
     tokens: Int32[Array, "B T"],
     cache: LayerCache,
-    step: Step,
-    rotations: Rotations,
+    plan: StepPlan,
     ratio: int,
     cfg: ModelConfig,
-    *,
-    max_draft: int,
     selector: Selector,
     selector_state: Any,
 ) -> tuple[Float[Array, "B T m D"], LayerCache, Any, LayerTrace]:
@@ -177,13 +163,11 @@ def block(
         p["attn"],
         x,
         cache,
-        step,
-        rotations,
+        plan,
         ratio,
         cfg,
-        max_draft=max_draft,
-        selector=selector,
-        selector_state=selector_state,
+        selector,
+        selector_state,
     )
     streams = write_streams(streams, attended.out, mix)
     mix = mixing(p["hc_ffn"], streams, cfg)

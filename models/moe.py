@@ -50,10 +50,11 @@ def _gathered_experts(
 ) -> Float[Array, "N D"]:
     """Few tokens: fetch each chosen expert's matrices and multiply."""
     w1, w2, w3 = (p[name][experts] for name in ("w1", "w2", "w3"))
-    gate = jnp.einsum("nd,nkid->nki", x, w1, preferred_element_type=F32)
-    up = jnp.einsum("nd,nkid->nki", x, w3, preferred_element_type=F32)
+    gate = jnp.einsum("nkid,nd->nki", w1, x, preferred_element_type=F32)
+    up = jnp.einsum("nkid,nd->nki", w3, x, preferred_element_type=F32)
     hidden = (weights[..., None] * _swiglu(gate, up, limit)).astype(x.dtype)
-    return jnp.einsum("nki,nkdi->nd", hidden, w2, preferred_element_type=F32)
+    out = jnp.einsum("nkdi,nki->nkd", w2, hidden, preferred_element_type=F32)
+    return jnp.sum(out, axis=1)
 
 
 def _grouped_experts(

@@ -15,7 +15,7 @@ FP8_BLOCK, FP8_MAX, FP8_LEAST_AMAX = 64, 448.0, 1e-4
 FP4_BLOCK, FP4_MAX = 32, 6.0
 
 
-def _ceil_log2(x: Float[Array, "..."]) -> Int32[Array, "..."]:
+def _ceil_log2(x: Float[Array, ...]) -> Int32[Array, ...]:
     """The least e with 2^e >= x > 0, exactly: a float logarithm can miss at powers of two."""
     mantissa, exponent = jnp.frexp(x)
     return exponent - (mantissa == 0.5)
@@ -54,7 +54,7 @@ def simulate_fp4(x: Float[Array, "... c"]) -> Float[Array, "... c"]:
     return rounded.reshape(*x.shape[:-1], -1)[..., :width].astype(x.dtype)
 
 
-def _round_e2m1(x: Float[Array, "..."]) -> Float[Array, "..."]:
+def _round_e2m1(x: Float[Array, ...]) -> Float[Array, ...]:
     """Nearest of 0, .5, 1, 1.5, 2, 3, 4, 6 with sign, ties to the even mantissa; |x| <= 6.
 
     The spacing is 1/2 below 2, 1 below 4 and 2 above, and ``round`` is to nearest even.

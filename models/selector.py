@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32, Key
 
 
 class IndexQuery(NamedTuple):
@@ -34,8 +34,19 @@ class IndexKeys(NamedTuple):
 class Selector(Protocol):
     """Chooses the slots of each query row."""
 
-    def init(self, num_layers: int, batch: int, max_slots: int, key: jax.Array) -> Any:
-        """The state before the first step: a pytree, a tuple with one entry a CSA layer."""
+    def init(self, num_layers: int, max_slots: int, keys: Key[Array, "B"]) -> tuple[Any, ...]:
+        """The state before the first step, one pytree a CSA layer; one PRNG key a request."""
+        ...
+
+    def for_step(self, *, first: bool) -> Selector:
+        """The selector for a first step after prefill or at a new turn, or for the steady state.
+
+        The two may compile to different programs; one for a first step serves any request.
+        """
+        ...
+
+    def reset(self, state: Any, where: Bool[Array, "B"]) -> Any:
+        """A layer's state with the marked requests as before their first step (a new turn)."""
         ...
 
     def select(
@@ -72,13 +83,14 @@ def index_scores(
     Source: the spec's "Compressed slots", index score.
     """
     slots = keys.values.shape[1]
+    # Keys on the left, in the layout of the cache: no transposed copy of it is made.
     dots = jnp.einsum(
-        "btnx,bsx->btns",
-        query.q.astype(jnp.float32),
-        keys.values.astype(jnp.float32),
+        "bsx,btnx->bstn",
+        keys.values.astype(query.q.dtype),
+        query.q,
         preferred_element_type=jnp.float32,
     )
-    scores = jnp.einsum("btns,btn->bts", jax.nn.relu(dots), query.w)
+    scores = jnp.einsum("bstn,btn->bts", jax.nn.relu(dots), query.w)
     if keys.scales is not None:
         scores = scores * keys.scales[:, None, :]
     visible = jnp.arange(slots) < num_slots[..., None]
@@ -95,9 +107,17 @@ def top_k_slots(scores: Float[Array, "... S"], top_k: int) -> Int32[Array, "... 
 class AllKeep:
     """Scores every visible slot: what the release does."""
 
-    def init(self, num_layers: int, batch: int, max_slots: int, key: jax.Array) -> Any:
-        del batch, max_slots, key
+    def init(self, num_layers: int, max_slots: int, keys: Key[Array, "B"]) -> tuple[Any, ...]:
+        del max_slots, keys
         return ((),) * num_layers
+
+    def for_step(self, *, first: bool) -> AllKeep:
+        del first
+        return self
+
+    def reset(self, state: Any, where: Bool[Array, "B"]) -> Any:
+        del where
+        return state
 
     def select(
         self,
