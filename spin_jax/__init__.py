@@ -3,6 +3,7 @@
 A step is ``select_blocks``, scores of the selected blocks from wherever they come, ``observe``.
 """
 
+from pallas_kernels.scoring import slots_of as slots_of
 from spin_jax.config import SpinConfig as SpinConfig
 from spin_jax.config import block_budget as block_budget
 from spin_jax.config import steady_capacity as steady_capacity
@@ -26,5 +27,6 @@ __all__ = [
     "reset",
     "select_blocks",
     "select_rows",
+    "slots_of",
     "steady_capacity",
 ]

@@ -90,7 +90,7 @@ class SpinConfig:
         return _ratio(self.exploration).as_integer_ratio()
 
 
-def check_count(name: str, value: object, most: int | None = None, remedy: str = "") -> None:
+def check_count(name: str, value: Any, most: int | None = None, remedy: str = "") -> None:
     """Raises ``ValueError`` unless ``value`` is an integer from 1 to ``most``."""
     whole = isinstance(value, Integral) and not isinstance(value, bool)
     if not whole or not 1 <= int(value) <= (sys.maxsize if most is None else most):

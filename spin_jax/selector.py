@@ -1,0 +1,165 @@
+"""SPIN as a selector of the model's attention: one state a CSA layer, carried by the decode loop.
+
+A step selects blocks, scores only those, keeps the top K of the compact scores, and remembers
+the scores once it is known which rows stand. Source: the paper's Algorithm 1 and 3.2.2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int32, Key, UInt32
+
+from models.selector import IndexKeys, IndexQuery
+from pallas_kernels import index_scores, top_k_slots
+from spin_jax.config import SpinConfig, steady_capacity
+from spin_jax.observation import observe
+from spin_jax.selection import BlockSelection, select_blocks
+from spin_jax.speculative import observe_rows, select_rows
+from spin_jax.state import SpinState, init_spin, reset
+
+
+class SpinLayer(struct.PyTreeNode):
+    """What SPIN keeps for one CSA layer."""
+
+    spin: SpinState
+    scored: UInt32[Array, " B"]
+    """Blocks scored since the last reset."""
+    visible: UInt32[Array, " B"]
+    """Blocks there were to score in the same steps."""
+
+
+class Observation(NamedTuple):
+    """A step's scores, held back until it is known how many of its T rows stand."""
+
+    after: SpinState
+    """The state that the selection returned: V and D unchanged."""
+    selection: BlockSelection
+    scores: Float[Array, "B T C*b"]
+    num_slots: Int32[Array, "B T"]
+
+
+@dataclasses.dataclass(frozen=True)
+class SpinSelector:
+    """Scores predicted blocks only. Prefill does not use it: its scores do not seed the state."""
+
+    config: SpinConfig = SpinConfig()
+    unpruned: bool = False
+    """Room for all blocks, so that requests on their first step can score them all. The steady
+    state has room for the blocks of its budget alone, and compiles nothing larger."""
+
+    def init(self, num_layers: int, max_slots: int, keys: Key[Array, " B"]) -> tuple[Any, ...]:
+        """V = D = 0 in every layer; a request draws alike in all layers."""
+        zero = jnp.zeros(keys.shape, jnp.uint32)
+
+        def layer() -> SpinLayer:
+            # The keys are copied, as a donated buffer may be given away only once.
+            spin = init_spin(self.config, batch=keys.shape[0], max_slots=max_slots, key=keys.copy())
+            return SpinLayer(spin, zero.copy(), zero.copy())
+
+        return tuple(layer() for _ in range(num_layers))
+
+    def for_step(self, *, first: bool) -> SpinSelector:
+        """The program with room for a first step, or the steady one."""
+        return dataclasses.replace(self, unpruned=first)
+
+    def reset(self, state: SpinLayer, where: Bool[Array, " B"]) -> SpinLayer:
+        """A new turn for the marked requests."""
+        return SpinLayer(
+            reset(state.spin, where),
+            jnp.where(where, jnp.uint32(0), state.scored),
+            jnp.where(where, jnp.uint32(0), state.visible),
+        )
+
+    def select(
+        self,
+        query: IndexQuery,
+        keys: IndexKeys,
+        num_slots: Int32[Array, "B T"],
+        state: SpinLayer,
+        *,
+        top_k: int,
+    ) -> tuple[Int32[Array, "B T K"], Observation]:
+        """Slots for each row from the blocks selected for all rows of a request together."""
+        cfg, rows = self.config, num_slots.shape[1]
+        capacity = None
+        if not self.unpruned:
+            capacity = steady_capacity(cfg, keys.values.shape[1], top_k, rows)
+        if rows == 1:
+            selection, after = select_blocks(
+                state.spin, num_slots[:, 0], cfg, top_k=top_k, capacity=capacity
+            )
+        else:
+            selection, after = select_rows(
+                state.spin, num_slots, cfg, top_k=top_k, capacity=capacity
+            )
+        scores, block_max = index_scores(
+            query.q,
+            query.w,
+            keys.values,
+            num_slots,
+            block_ids=selection.block_ids,
+            block_size=cfg.block_size,
+            key_scales=keys.scales,
+        )
+        slots = top_k_slots(
+            scores,
+            top_k,
+            block_ids=selection.block_ids,
+            block_size=cfg.block_size,
+            block_max=block_max,
+        )
+        return slots, Observation(after, selection, scores, num_slots)
+
+    def commit(
+        self, state: SpinLayer, observation: Observation, num_rows: Int32[Array, " B"]
+    ) -> SpinLayer:
+        """Remember the scores of the first ``num_rows`` rows; requests with none do not change."""
+        seen, cfg = observation, self.config
+        stands = num_rows > 0
+        spin = state.spin.replace(
+            key=jnp.where(stands, seen.after.key, state.spin.key),
+            first=jnp.where(stands, seen.after.first, state.spin.first),
+        )
+        if seen.num_slots.shape[1] == 1:
+            slots = jnp.where(stands, seen.num_slots[:, 0], 0)
+            spin = observe(spin, seen.selection, seen.scores[:, 0], slots, cfg)
+        else:
+            spin = observe_rows(
+                spin, seen.selection, seen.scores, seen.num_slots, num_rows - 1, cfg
+            )
+        blocks = -(-jnp.max(seen.num_slots, axis=1) // cfg.block_size)
+        return SpinLayer(
+            spin,
+            state.scored + jnp.where(stands, seen.selection.count, 0).astype(jnp.uint32),
+            state.visible + jnp.where(stands, blocks, 0).astype(jnp.uint32),
+        )
+
+
+class Savings(NamedTuple):
+    """What pruning saved since the last reset, over all CSA layers and requests."""
+
+    blocks_scored: int
+    blocks_visible: int
+    bytes_read: int
+    """Index-key bytes of the scored blocks (whole blocks, scales included)."""
+
+    @property
+    def realized_sparsity(self) -> float:
+        """Fraction of blocks skipped; 0 where there were none."""
+        return 1 - self.blocks_scored / self.blocks_visible if self.blocks_visible else 0.0
+
+
+def savings(
+    states: tuple[SpinLayer, ...], cfg: SpinConfig, index_head_dim: int, key_dtype: Any
+) -> Savings:
+    """Blocks scored, skipped and read; counts of the host, so call it outside jit."""
+    scored = sum(int(np.asarray(s.scored).sum(dtype=np.int64)) for s in states)
+    visible = sum(int(np.asarray(s.visible).sum(dtype=np.int64)) for s in states)
+    item = jnp.dtype(key_dtype).itemsize
+    slot_bytes = index_head_dim * item + (4 if item == 1 else 0)
+    return Savings(scored, visible, scored * cfg.block_size * slot_bytes)
