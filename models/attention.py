@@ -115,6 +115,7 @@ def attention(
 
     observation, slots, query = (), None, None
     if ratio:
+        assert cache.pending is not None and cache.compressed is not None
         slot_plan = plan.slots[ratio]
         content, pending = compress(p["compressor"], x, cache.pending, slot_plan, ratio, cfg)
         if cfg.quant_sim:
@@ -124,9 +125,10 @@ def attention(
         # Position p sees the slots that are complete with it, its own included.
         num_slots = (plan.step.positions + 1) // ratio
         if ratio == CSA:
-            query, cache = _index(p["indexer"], x, qr, cache, plan, cfg)
+            query, keys, index_pending = _index(p["indexer"], x, qr, cache, plan, cfg)
+            cache = cache.replace(index_keys=keys, index_pending=index_pending)
             slots, observation = selector.select(
-                query, cache.index_keys, num_slots, selector_state, top_k=cfg.index_topk
+                query, keys, num_slots, selector_state, top_k=cfg.index_topk
             )
             chosen = jax.vmap(lambda rows, i: rows[i])(compressed, jnp.maximum(slots, 0))
             groups.append(_Group(chosen, slots >= 0))
@@ -156,8 +158,9 @@ def _index(
     cache: LayerCache,
     plan: StepPlan,
     cfg: ModelConfig,
-) -> tuple[IndexQuery, LayerCache]:
-    """The lightning indexer's queries at the step's tokens, and its keys of the new slots."""
+) -> tuple[IndexQuery, IndexKeys, Float[Array, "B R 2 w"]]:
+    """The lightning indexer's queries at the step's tokens, its keys and its compressor's ring."""
+    assert cache.index_pending is not None and cache.index_keys is not None
     width, heads = cfg.index_head_dim, cfg.index_n_heads
     q = linear(qr, p["wq_b"], F32).reshape(*x.shape[:2], heads, width)
     q = apply_rope(q, _per_head(plan.rotations[True, width])).astype(x.dtype)
@@ -168,7 +171,7 @@ def _index(
     if cfg.quant_sim:
         q, key = simulate_fp4(q), simulate_fp4(key)
     keys = IndexKeys(write_slots(cache.index_keys.values, plan.slots[CSA].first, key))
-    return IndexQuery(q, w), cache.replace(index_keys=keys, index_pending=pending)
+    return IndexQuery(q, w), keys, pending
 
 
 class _Group(NamedTuple):

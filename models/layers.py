@@ -82,7 +82,7 @@ def rope_rotation(positions: Int32[Array, ...], freqs: np.ndarray, width: int) -
     plain = [(0, 0)] * positions.ndim + [(width - 2 * freqs.shape[0], 0)]
     cos, sin = jnp.repeat(jnp.cos(angle), 2, axis=-1), jnp.repeat(jnp.sin(angle), 2, axis=-1)
     sign = jnp.expand_dims(
-        np.tile(np.float32([-1, 1]), freqs.shape[0]), tuple(range(angle.ndim - 1))
+        np.tile(np.array([-1, 1], np.float32), freqs.shape[0]), tuple(range(angle.ndim - 1))
     )
     return jnp.pad(cos, plain, constant_values=1), jnp.pad(sin * sign, plain)
 

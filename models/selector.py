@@ -11,9 +11,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple, Protocol
 
-import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, Key
+
+from pallas_kernels import index_scores, top_k_slots
 
 
 class IndexQuery(NamedTuple):
@@ -71,38 +71,6 @@ class Selector(Protocol):
         ...
 
 
-LOWEST = float(jnp.finfo(jnp.float32).min)
-"""What a NaN or minus-infinite score of a *visible* slot counts as: last, but still a slot."""
-
-
-def index_scores(
-    query: IndexQuery, keys: IndexKeys, num_slots: Int32[Array, "B T"]
-) -> Float[Array, "B T S"]:
-    """``s_c = sum_h w_h relu(q_h . k_c)`` in float32; minus infinity where c is not visible.
-
-    Source: the spec's "Compressed slots", index score.
-    """
-    slots = keys.values.shape[1]
-    # Keys on the left, in the layout of the cache: no transposed copy of it is made.
-    dots = jnp.einsum(
-        "bsx,btnx->bstn",
-        keys.values.astype(query.q.dtype),
-        query.q,
-        preferred_element_type=jnp.float32,
-    )
-    scores = jnp.einsum("bstn,btn->bts", jax.nn.relu(dots), query.w)
-    if keys.scales is not None:
-        scores = scores * keys.scales[:, None, :]
-    visible = jnp.arange(slots) < num_slots[..., None]
-    return jnp.where(visible, jnp.where(scores > LOWEST, scores, LOWEST), -jnp.inf)
-
-
-def top_k_slots(scores: Float[Array, "... S"], top_k: int) -> Int32[Array, "... K"]:
-    """The K highest-scored slots, ties to the lowest number; -1 where fewer are visible."""
-    values, slots = jax.lax.top_k(scores, min(top_k, scores.shape[-1]))
-    return jnp.where(values > -jnp.inf, slots, -1)
-
-
 @dataclasses.dataclass(frozen=True)
 class AllKeep:
     """Scores every visible slot: what the release does."""
@@ -129,7 +97,10 @@ class AllKeep:
         top_k: int,
     ) -> tuple[Int32[Array, "B T K"], Any]:
         del state
-        return top_k_slots(index_scores(query, keys, num_slots), top_k), ()
+        scores, block_max = index_scores(
+            query.q, query.w, keys.values, num_slots, key_scales=keys.scales
+        )
+        return top_k_slots(scores, top_k, block_max=block_max), ()
 
     def commit(self, state: Any, observation: Any, num_rows: Int32[Array, "B"]) -> Any:
         del observation, num_rows
