@@ -37,7 +37,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, metavar="N", help="threads (one a core, at most 4)")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     args = parser.parse_args(argv)
-    bar = tqdm(unit="B", unit_scale=True, unit_divisor=1024, desc="convert", disable=None)
+    # In a log file a line now and then is enough.
+    interval = 0.1 if sys.stderr.isatty() else 30
+    bar = tqdm(unit="B", unit_scale=True, desc="convert", mininterval=interval)
 
     def progress(done: int, total: int) -> None:
         if bar.total != total:

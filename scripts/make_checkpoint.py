@@ -44,15 +44,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     args = parser.parse_args(argv)
     begin = time.perf_counter()
-    bar = tqdm(unit="B", unit_scale=True, unit_divisor=1024, desc="write", disable=None)
+    # In a log file a line now and then is enough.
+    interval = 0.1 if sys.stderr.isatty() else 30
+    bar = tqdm(unit="B", unit_scale=True, desc="write", mininterval=interval)
 
     def progress(done: int, total: int) -> None:
         bar.total = total
         bar.update(done - bar.n)
 
     try:
-        cfg = shrink(PRESETS[args.preset](), layers=args.layers, experts=args.experts)
         with bar:
+            cfg = shrink(PRESETS[args.preset](), layers=args.layers, experts=args.experts)
             written = write_random_release(
                 cfg,
                 args.out,

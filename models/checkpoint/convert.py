@@ -13,7 +13,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -53,10 +53,10 @@ def float_type(dtype: Any) -> np.dtype:
     Raises:
         ValueError: it is another.
     """
-    if isinstance(dtype, str):
-        found = DTYPES.get(dtype)
-    else:
-        found = next((d for d in DTYPES.values() if d == np.dtype(dtype)), None)
+    try:
+        found = next((d for n, d in DTYPES.items() if dtype == n or d == np.dtype(dtype)), None)
+    except TypeError:  # not a type at all
+        found = None
     if found is None:
         raise ValueError(f"dtype {dtype!r} is not supported; allowed are {', '.join(DTYPES)}")
     return found
@@ -94,26 +94,24 @@ def convert(
     check_destination(out)
     release = open_release(src)
     purpose = {"source": _fingerprint(release), "dtype": kind.name}
-    missing = -1
+    job = _Job(release, kind, progress)
     try:
         with open_partial(out, purpose) as partial:
-            job = _Job(release, partial, kind, progress)
-            missing = job.missing_bytes()
+            job.resume(partial)
             free = shutil.disk_usage(out.parent).free
-            if missing > free:
+            if job.missing > free:
                 raise ValueError(
-                    f"{out} needs {missing} more bytes, {out.parent} has {free} free: free "
-                    f"{missing - free} bytes or choose another disk"
+                    f"{out} needs {job.missing} more bytes, {out.parent} has {free} free: free "
+                    f"{job.missing - free} bytes or choose another disk"
                 )
-            job.run(workers or min(4, os.cpu_count() or 1))
-            job.finish()
+            job.run(partial, workers or min(4, os.cpu_count() or 1))
+            job.finish(partial)
     except OSError as error:
         if error.errno not in _FULL_DISK:
             raise
         raise ValueError(
-            f"the disk is full ({error}) while writing {out}, which needs {missing} bytes more "
-            f"than this run found done; what is finished is kept in {partial_folder(out)}: make "
-            "room and run the same command again"
+            f"the disk is full ({error}): {out} needs {job.missing} more bytes; what is finished "
+            f"is kept in {partial_folder(out)}: make room and run the same command again"
         ) from error
     seconds = time.perf_counter() - begin
     return Report(str(out), kind.name, len(release.units), job.resumed, job.total, seconds)
@@ -129,18 +127,16 @@ def _fingerprint(release: Release) -> str:
 
 
 class _Job:
+    """The tensors that are still to do."""
+
     def __init__(
-        self,
-        release: Release,
-        partial: Partial,
-        dtype: np.dtype,
-        progress: Callable[[int, int], None] | None,
+        self, release: Release, dtype: np.dtype, progress: Callable[[int, int], None] | None
     ):
-        self.release, self.partial, self.dtype = release, partial, dtype
+        self.release, self.dtype = release, dtype
         self.progress = progress or (lambda done, total: None)
-        self.total = sum(self._bytes(unit) for unit in release.units)
-        self.pending = [unit for unit in release.units if not self._is_done(unit)]
-        self.resumed = len(release.units) - len(self.pending)
+        self.pending = list(release.units)
+        self.total = self.missing = sum(map(self._bytes, release.units))
+        self.resumed = 0
 
     def _dtype(self, unit: Unit) -> np.dtype:
         return np.dtype(unit.spec.dtype(self.dtype))
@@ -149,37 +145,42 @@ class _Job:
         stored = layout.stored_bytes(unit.spec, self._dtype(unit))
         return stored if unit.expert is None else stored // unit.spec.shape[0]
 
-    def _folder(self, unit: Unit) -> Path:
-        return self.partial.folder / layout.leaf_name(unit.path)
+    def resume(self, partial: Partial) -> None:
+        """Drop what an earlier run has done."""
 
-    def _is_done(self, unit: Unit) -> bool:
-        # The sizes matter after a power cut, which may lose files that the journal names.
-        return unit.name in self.partial.done and not layout.missing_files(
-            self._folder(unit), unit.spec, self._dtype(unit), unit.expert
-        )
+        def done(unit: Unit) -> bool:
+            # The sizes matter after a power cut, which may lose files that the journal names.
+            folder = partial.folder / layout.leaf_name(unit.path)
+            return unit.name in partial.done and not layout.missing_files(
+                folder, unit.spec, self._dtype(unit), unit.expert
+            )
 
-    def missing_bytes(self) -> int:
-        return sum(self._bytes(unit) for unit in self.pending)
+        self.pending = [unit for unit in self.pending if not done(unit)]
+        self.missing = sum(map(self._bytes, self.pending))
+        self.resumed = len(self.release.units) - len(self.pending)
 
-    def run(self, workers: int) -> None:
+    def run(self, partial: Partial, workers: int) -> None:
         """Convert all pending tensors; the first error ends the run."""
-        done = self.total - self.missing_bytes()
-        self.progress(done, self.total)
+        self.progress(self.total - self.missing, self.total)
         queue = iter(self.pending)
         with ThreadPoolExecutor(workers) as pool:
+
+            def submit(count: int) -> set[Future[Unit]]:
+                return {pool.submit(self._convert, unit, partial) for unit in islice(queue, count)}
+
             # Few at a time, so that an error or Ctrl-C does not wait for the whole queue.
-            running = {pool.submit(self._convert, unit) for unit in islice(queue, 2 * workers)}
+            running = submit(2 * workers)
             while running:
                 finished, running = wait(running, return_when=FIRST_COMPLETED)
                 for future in finished:
                     unit = future.result()
-                    self.partial.record(unit.name)
-                    done += self._bytes(unit)
-                    self.progress(done, self.total)
-                running |= {pool.submit(self._convert, u) for u in islice(queue, len(finished))}
+                    partial.record(unit.name)
+                    self.missing -= self._bytes(unit)
+                    self.progress(self.total - self.missing, self.total)
+                running |= submit(len(finished))
 
-    def _convert(self, unit: Unit) -> Unit:
-        folder, dtype = self._folder(unit), self._dtype(unit)
+    def _convert(self, unit: Unit, partial: Partial) -> Unit:
+        folder, dtype = partial.folder / layout.leaf_name(unit.path), self._dtype(unit)
         folder.mkdir(exist_ok=True)
         experts = self.release.cfg.n_routed_experts
         layout.write_values(
@@ -191,10 +192,10 @@ class _Job:
         )
         return unit
 
-    def finish(self) -> None:
+    def finish(self, partial: Partial) -> None:
         """Add what makes the folder a checkpoint, last of all the tree's metadata."""
         source = self.release.folder
         names = [n for n in (layout.CONFIG_NAME, *COMPANIONS) if (source / n).is_file()]
         files = {name: (source / name).read_bytes() for name in names}
-        layout.write_metadata(self.partial.folder, self.release.cfg, self.dtype, files)
-        self.partial.finish()
+        layout.write_metadata(partial.folder, self.release.cfg, self.dtype, files)
+        partial.finish()

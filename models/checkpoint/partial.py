@@ -134,9 +134,9 @@ def _replay(journal: BinaryIO, folder: Path, purpose: Mapping[str, Any]) -> set[
     whole = content[: content.rfind(b"\n") + 1]
     journal.truncate(len(whole))
     lines = whole.splitlines()
-    if not lines:
-        if (folder / CHECKPOINT).exists():
-            raise ValueError(f"{folder} has lost its journal; remove it to start again")
+    if len(lines) <= 1:  # nothing is done, so it can as well be begun for another purpose
+        shutil.rmtree(folder / CHECKPOINT, ignore_errors=True)
+        journal.truncate(0)
         journal.write(json.dumps(dict(purpose)).encode() + b"\n")
         journal.flush()
         os.fsync(journal.fileno())

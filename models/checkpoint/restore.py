@@ -132,10 +132,9 @@ def save_checkpoint(params: Params, cfg: ModelConfig, out: str | Path) -> None:
 def _require_checkpoint(path: Path) -> None:
     """Raise ``ValueError`` with a remedy unless ``path`` looks like a finished checkpoint."""
     unfinished = "is an unfinished conversion; run convert.py with --out {} again to finish it"
-    if (path / JOURNAL).exists():
-        raise ValueError(f"{path} " + unfinished.format(path.with_name(path.stem)))
-    if (path.parent / JOURNAL).exists():
-        raise ValueError(f"{path} " + unfinished.format(path.parent.with_name(path.parent.stem)))
+    for folder in (path, path.parent):
+        if folder.suffix == ".partial" and (folder / JOURNAL).exists():
+            raise ValueError(f"{path} " + unfinished.format(folder.with_suffix("")))
     if not path.is_dir():
         left = partial_folder(path)
         hint = f"{left} " + unfinished.format(path) if left.exists() else "check the path"

@@ -1,6 +1,7 @@
 """Conversions that are killed, run twice, run out of disk; and how much memory they take."""
 
 import collections
+import dataclasses
 import errno
 import fcntl
 import os
@@ -14,6 +15,8 @@ from checkpoint_cases import folder_bytes, small_release
 
 from models.checkpoint import convert, load_checkpoint
 from models.checkpoint.partial import partial_folder
+from models.checkpoint.random_release import write_random_release
+from models.presets import shrink, tiny_config
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -198,6 +201,9 @@ def test_too_little_room_is_said_before_anything_is_written(release, tmp_path, m
     with pytest.raises(ValueError, match=message):
         convert(release, tmp_path / "out")
     assert not list((partial_folder(tmp_path / "out") / "checkpoint").iterdir())
+    monkeypatch.undo()
+    # As nothing was done, another type may be chosen.
+    assert convert(release, tmp_path / "out", "float32").resumed == 0
 
 
 def test_disk_full_in_the_middle(release, whole, tmp_path, monkeypatch):
@@ -210,7 +216,7 @@ def test_disk_full_in_the_middle(release, whole, tmp_path, monkeypatch):
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    with pytest.raises(ValueError, match=r"disk is full.*needs \d+ bytes more.*kept in .*partial"):
+    with pytest.raises(ValueError, match=r"disk is full.*needs \d+ more bytes.*kept in .*partial"):
         convert(release, tmp_path / "out")
     monkeypatch.undo()
     assert not (tmp_path / "out").exists()
@@ -242,30 +248,31 @@ def test_the_system_refusing_to_write_more(release, whole, tmp_path):
 
 
 MEMORY = """
-import dataclasses, sys
+import sys
 from models.checkpoint import convert
-from models.checkpoint.random_release import write_random_release
-from models.presets import shrink, tiny_config
 
 def peak():
     with open("/proc/self/status") as status:
         return int(next(line for line in status if line.startswith("VmHWM")).split()[1]) * 1024
 
-folder, hidden, width, experts, vocab = sys.argv[1], *map(int, sys.argv[2:])
-cfg = dataclasses.replace(
-    shrink(tiny_config(), layers=1), hidden_size=hidden, moe_intermediate_size=width,
-    n_routed_experts=experts, vocab_size=vocab,
-)
-write_random_release(cfg, folder + "/hf", shard_bytes=1 << 28)
 before = peak()
-report = convert(folder + "/hf", folder + "/out", "float32", workers=2)
+report = convert(sys.argv[1] + "/hf", sys.argv[1] + "/out", "float32", workers=2)
 print(report.bytes, peak() - before)
 """
 
 
-def _memory(tmp_path, *sizes):
-    written, grown = map(int, _run(MEMORY, tmp_path, *sizes)[0].split())
-    shutil.rmtree(tmp_path)
+def _memory(folder, hidden, width, experts, vocab):
+    """Bytes that a conversion wrote, and bytes of memory that it took."""
+    cfg = dataclasses.replace(
+        shrink(tiny_config(), layers=1),
+        hidden_size=hidden,
+        moe_intermediate_size=width,
+        n_routed_experts=experts,
+        vocab_size=vocab,
+    )
+    write_random_release(cfg, folder / "hf", shard_bytes=1 << 28)
+    written, grown = map(int, _run(MEMORY, folder)[0].split())
+    shutil.rmtree(folder)
     return written, grown
 
 
