@@ -87,6 +87,10 @@ class ModelConfig:
         """Numbers of the layers that have a lightning indexer."""
         return tuple(i for i, r in enumerate(self.layer_ratios) if r == CSA)
 
+    def with_quant_sim(self) -> ModelConfig:
+        """The same model with the release's training grids simulated."""
+        return dataclasses.replace(self, quant_sim=True)
+
     @classmethod
     def load(cls, path: str | Path) -> ModelConfig:
         """Read ``config.json`` from ``path`` (the file, or the folder that holds it)."""

@@ -21,24 +21,23 @@ from models.selector import ALL_KEEP, Selector
 PREFILL_CHUNK = 256
 
 
-def check_ids(ids: Any, cfg: ModelConfig, name: str = "ids") -> np.ndarray:
-    """``ids`` as a non-empty one-dimensional int32 array of tokens of the vocabulary.
+def check_ids(ids: Any, cfg: ModelConfig, name: str = "ids", *, ndim: int = 1) -> np.ndarray:
+    """``ids`` as a non-empty int32 array of tokens of the vocabulary: [T], or [B, T] for ndim 2.
 
     Raises:
         ValueError: it is not.
     """
     array = np.asarray(ids)
-    if array.ndim != 1 or array.size == 0:
-        raise ValueError(
-            f"{name} has shape {array.shape}; a prompt is a list of at least one token"
-        )
+    if array.ndim != ndim or array.size == 0:
+        wanted = "a list [T]" if ndim == 1 else "an array [B, T]"
+        raise ValueError(f"{name}: shape {array.shape}; expected {wanted} of at least one token")
     if not np.issubdtype(array.dtype, np.integer):
-        raise ValueError(f"{name} holds {array.dtype}; tokens are integers")
+        raise ValueError(f"{name}: type {array.dtype}; tokens are integers")
     outside = array[(array < 0) | (array >= cfg.vocab_size)]
     if outside.size:
         raise ValueError(
-            f"{name} holds token {outside[0]} ({outside.size} such); the vocabulary has "
-            f"0..{cfg.vocab_size - 1}: check that the tokenizer belongs to the checkpoint"
+            f"{name}: token {outside[0]} (one of {outside.size}) is outside the vocabulary "
+            f"0..{cfg.vocab_size - 1}; check that the tokenizer belongs to the checkpoint"
         )
     return array.astype(np.int32)
 

@@ -10,6 +10,8 @@ from spin_jax.config import steady_capacity as steady_capacity
 from spin_jax.observation import observe as observe
 from spin_jax.selection import BlockSelection as BlockSelection
 from spin_jax.selection import select_blocks as select_blocks
+from spin_jax.selector import SpinSelector as SpinSelector
+from spin_jax.selector import savings as savings
 from spin_jax.speculative import observe_rows as observe_rows
 from spin_jax.speculative import select_rows as select_rows
 from spin_jax.state import SpinState as SpinState
@@ -19,12 +21,14 @@ from spin_jax.state import reset as reset
 __all__ = [
     "BlockSelection",
     "SpinConfig",
+    "SpinSelector",
     "SpinState",
     "block_budget",
     "init_spin",
     "observe",
     "observe_rows",
     "reset",
+    "savings",
     "select_blocks",
     "select_rows",
     "slots_of",

@@ -147,6 +147,8 @@ class Savings(NamedTuple):
     blocks_visible: int
     bytes_read: int
     """Index-key bytes of the scored blocks (whole blocks, scales included)."""
+    bytes_visible: int
+    """The same for all blocks: what all-keep reads."""
 
     @property
     def realized_sparsity(self) -> float:
@@ -162,4 +164,5 @@ def savings(
     visible = sum(int(np.asarray(s.visible).sum(dtype=np.int64)) for s in states)
     item = jnp.dtype(key_dtype).itemsize
     slot_bytes = index_head_dim * item + (4 if item == 1 else 0)
-    return Savings(scored, visible, scored * cfg.block_size * slot_bytes)
+    block_bytes = cfg.block_size * slot_bytes
+    return Savings(scored, visible, scored * block_bytes, visible * block_bytes)

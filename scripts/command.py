@@ -1,0 +1,118 @@
+"""What the commands share: options, loading, and errors as one line and exit code 2."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from models.checkpoint import load_checkpoint, load_release
+from models.config import ModelConfig
+from models.selector import ALL_KEEP, Selector
+from spin_jax import SpinConfig, SpinSelector, savings
+
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+
+
+def make_parser(doc: str | None, examples: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        description=doc, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def run(main: Callable[[], None]) -> int:
+    """Run a command's body; a user's mistake is one line on stderr and exit code 2."""
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def add_spin_options(parser: argparse.ArgumentParser) -> None:
+    defaults = SpinConfig()
+    group = parser.add_argument_group("SPIN", "predictive block selection during decoding")
+    group.add_argument(
+        "--sparsity",
+        type=float,
+        default=0.0,
+        metavar="R",
+        help="share of KV blocks that the indexer skips, 0 <= R < 1; 0 scores all (%(default)s)",
+    )
+    group.add_argument(
+        "--exploration",
+        type=float,
+        default=defaults.exploration,
+        metavar="G",
+        help="explored share of the block budget (%(default)s)",
+    )
+    group.add_argument(
+        "--policy",
+        choices=["random", "none", "staleness", "age"],
+        default=defaults.policy,
+        help="which blocks are explored (%(default)s)",
+    )
+    group.add_argument(
+        "--block-size",
+        type=int,
+        default=defaults.block_size,
+        metavar="b",
+        help="slots a block; a slot is 4 tokens (%(default)s)",
+    )
+
+
+def selector_from(args: argparse.Namespace) -> Selector:
+    """The selector that the SPIN options ask for: all-keep at sparsity 0."""
+    config = SpinConfig(
+        sparsity=args.sparsity,
+        exploration=args.exploration,
+        policy=args.policy,
+        block_size=args.block_size,
+    )
+    return SpinSelector(config) if args.sparsity else ALL_KEEP
+
+
+def spin_report(
+    selector: Selector, states: tuple[Any, ...], cfg: ModelConfig, dtype: Any
+) -> dict[str, Any]:
+    """What pruning saved, as fields of the JSON; empty without SPIN."""
+    if not isinstance(selector, SpinSelector):
+        return {}
+    saved = savings(states, selector.config, cfg.index_head_dim, dtype)
+    return {
+        "sparsity": selector.config.sparsity,
+        "realized_sparsity": saved.realized_sparsity,
+        "blocks_scored": saved.blocks_scored,
+        "blocks_visible": saved.blocks_visible,
+        "indexer_bytes_read": saved.bytes_read,
+        "indexer_bytes_all_keep": saved.bytes_visible,
+    }
+
+
+def load_model(checkpoint: str, dtype: str | None) -> tuple[Any, ModelConfig]:
+    """Parameters and config of a converted checkpoint, or of a release folder that fits memory."""
+    folder = Path(checkpoint)
+    wanted = None if dtype is None else DTYPES[dtype]
+    if any(folder.glob("*.safetensors")) or (folder / "model.safetensors.index.json").exists():
+        return load_release(folder, "float32" if dtype is None else dtype)
+    return load_checkpoint(folder, dtype=wanted)
+
+
+def load_ids(path: str) -> np.ndarray:
+    """An integer array from an ``.npy`` file."""
+    try:
+        ids = np.load(path, allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"{path} is not an .npy file of integers: {error}") from error
+    if not isinstance(ids, np.ndarray):
+        raise ValueError(f"{path} is an archive; save one array with numpy.save")
+    return ids

@@ -1,0 +1,101 @@
+"""Logits of given tokens: prefill, decode, or first the one and then the other."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import command
+import numpy as np
+
+from models.generate import PREFILL_CHUNK
+from models.score import score
+
+EXAMPLES = """examples:
+  python scripts/score.py --checkpoint tiny-f32 --ids ids.npy --out scores.npz
+  python scripts/score.py --checkpoint tiny-f32 --ids ids.npy --out scores.npz --prefill 100 --mtp
+  python scripts/score.py --checkpoint tiny-f32 --ids ids.npy --out scores.npz --prefill 100 \\
+      --sparsity 0.4 --block-size 8
+
+OUT holds logits [B, T, V] (row i is for token i + 1), with --mtp also mtp_logits [B, T - 1, V]
+(row i is for token i + 2).
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    parser = command.make_parser(__doc__, EXAMPLES)
+    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="converted checkpoint")
+    parser.add_argument("--ids", required=True, metavar="FILE", help=".npy of integers [B, T]")
+    parser.add_argument("--out", required=True, metavar="FILE", help=".npz to write")
+    parser.add_argument(
+        "--prefill", type=int, metavar="P", help="tokens before decoding one by one (all)"
+    )
+    parser.add_argument(
+        "--chunk", type=int, default=PREFILL_CHUNK, metavar="C", help="of prefill (%(default)s)"
+    )
+    parser.add_argument("--mtp", action="store_true", help="also the MTP block's logits")
+    parser.add_argument("--dtype", choices=list(command.DTYPES), help="default: as stored")
+    parser.add_argument(
+        "--quant-sim", action="store_true", help="simulate the release's FP8 and FP4 grids"
+    )
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    command.add_spin_options(parser)
+    args = parser.parse_args(argv)
+    return command.run(lambda: _score(args))
+
+
+def _score(args: argparse.Namespace) -> None:
+    selector = command.selector_from(args)
+    ids = command.load_ids(args.ids)
+    params, cfg = command.load_model(args.checkpoint, args.dtype)
+    if args.quant_sim:
+        cfg = cfg.with_quant_sim()
+    dtype = params["embed"].dtype
+    begin = time.perf_counter()
+    scores = score(
+        params,
+        cfg,
+        ids,
+        prefill=args.prefill,
+        chunk=args.chunk,
+        mtp=args.mtp,
+        selector=selector,
+        dtype=dtype,
+    )
+    seconds = time.perf_counter() - begin
+    arrays = {"logits": scores.logits}
+    if scores.mtp_logits is not None:
+        arrays["mtp_logits"] = scores.mtp_logits
+    _write_whole(Path(args.out), arrays)
+    print(f"mean log-likelihood {scores.mean_log_likelihood:.6f} nats a token")
+    if args.json:
+        report = {
+            "mean_log_likelihood": scores.mean_log_likelihood if ids.shape[1] > 1 else None,
+            "batch": ids.shape[0],
+            "tokens": ids.shape[1],
+            "seconds": seconds,
+            "out": args.out,
+            **command.spin_report(selector, scores.selector_state, cfg, dtype),
+        }
+        print(json.dumps(report))
+
+
+def _write_whole(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    """Write beside the target and rename: what is there stays until the new file is whole."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with open(partial, "wb") as file:
+            np.savez(file, allow_pickle=False, **arrays)
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+if __name__ == "__main__":
+    sys.exit(main())
