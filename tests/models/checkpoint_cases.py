@@ -83,8 +83,13 @@ def e2m1(nibble: int) -> float:
     return -E2M1[nibble & 7] if nibble & 8 else E2M1[nibble]
 
 
-def decode_raw(raw: dict[str, tuple[str, np.ndarray]], name: str) -> np.ndarray:
-    """Values of a weight in float64, by the formats' definitions, one block at a time."""
+def decode_raw(
+    raw: dict[str, tuple[str, np.ndarray]], name: str, columns: int | None = None
+) -> np.ndarray:
+    """Values of a weight in float64, by the formats' definitions, one block at a time.
+
+    ``columns`` less than twice the packed ones: the last high nibble of FP4 is padding.
+    """
     kind, stored = raw[name]
     if kind not in ("F8_E4M3", "I8"):
         return stored if kind.startswith("I") else stored.astype(np.float64)
@@ -94,6 +99,7 @@ def decode_raw(raw: dict[str, tuple[str, np.ndarray]], name: str) -> np.ndarray:
         table = np.array([e2m1(n) for n in range(16)])
         values[:, 0::2] = table[stored.view(np.uint8) & 15]
         values[:, 1::2] = table[stored.view(np.uint8) >> 4]
+        values = values[:, : None if columns is None else columns]
         height, width = 1, 32
     else:
         values = np.array([e4m3(c) for c in range(256)])[stored]
@@ -110,7 +116,9 @@ def decoded_leaves(cfg: ModelConfig, raw: dict, dtype) -> dict[tuple[str, ...], 
     leaves = {}
     for path, spec in leaf_specs(cfg).items():
         names = [spec.release.format(e) for e in range(spec.shape[0])]
-        values = [decode_raw(raw, n) for n in (names if spec.stacked else [spec.release])]
+        values = [
+            decode_raw(raw, n, spec.shape[-1]) for n in (names if spec.stacked else [spec.release])
+        ]
         leaf = np.stack(values) if spec.stacked else values[0]
         leaves[path] = leaf.astype(spec.dtype(dtype))
     return leaves

@@ -1,6 +1,8 @@
 """Whole conversions against the tests' own decoder; reading them back in every way."""
 
+import dataclasses
 import json
+import os
 import shutil
 
 import jax
@@ -14,14 +16,24 @@ from checkpoint_cases import (
     decoded_leaves,
     folder_bytes,
     read_raw,
+    small_config,
     small_release,
     write_raw,
 )
 
 from models.checkpoint import convert, load_checkpoint, load_release, save_checkpoint
 from models.checkpoint.layout import chunk_shape, key_path, leaf_specs
+from models.checkpoint.random_release import write_random_release
 from models.params import DEFAULT_RULES, abstract_params, param_shardings, param_specs
 from models.presets import flash_config, pro_config
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_waiting_for_the_disk():
+    """Most of a small conversion is fsync, and nothing here cuts the power."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -187,3 +199,27 @@ def test_chunks_of_the_big_models_follow_the_devices(config):
                 assert size // 8 % piece == 0, (path, spec.shape, chunk)
     expert = leaf_specs(config())["layers", "5", "ffn", "experts", "w1"]
     assert chunk_shape(expert, 2) == (1, *expert.shape[1:])
+
+
+VARIANTS = {
+    "odd widths": {"hidden_size": 131, "moe_intermediate_size": 37, "q_lora_rank": 33},
+    "no mtp": {"num_nextn_predict_layers": 0, "compress_ratios": (128, 4, 0)},
+    "no hash layers": {"num_hash_layers": 0, "compress_ratios": (4, 4, 4, 0)},
+    "streams": {"hc_mult": 2, "n_shared_experts": 2},
+    "lone expert": {"n_shared_experts": 0, "n_routed_experts": 1, "num_experts_per_tok": 1},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_other_shapes_of_model(tmp_path, variant):
+    cfg = dataclasses.replace(small_config(), **VARIANTS[variant])
+    write_random_release(cfg, tmp_path / "hf")
+    raw = read_raw(tmp_path / "hf" / "model.safetensors")
+    convert(tmp_path / "hf", tmp_path / "out", "float32")
+    params, found = load_checkpoint(tmp_path / "out")
+    assert found == cfg
+    _assert_leaves(params, decoded_leaves(cfg, raw, jnp.float32))
+    assert jax.tree.structure(params) == jax.tree.structure(param_specs(cfg))
+    assert jax.tree.structure(ocp.PyTreeCheckpointer().restore(tmp_path / "out")) == (
+        jax.tree.structure(params)
+    )

@@ -1,6 +1,7 @@
 """Releases and checkpoints that are not what they should be: every one named, nothing lost."""
 
 import json
+import os
 import re
 import shutil
 
@@ -14,6 +15,14 @@ from models.checkpoint import convert, load_checkpoint, load_release
 WQ_A = "layers.0.attn.wq_a"
 EXPERT = "layers.2.ffn.experts.1.w3"
 TID = "layers.0.ffn.gate.tid2eid"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_waiting_for_the_disk():
+    """Most of a small conversion is fsync, and nothing here cuts the power."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)
+        yield
 
 
 @pytest.fixture(scope="module")

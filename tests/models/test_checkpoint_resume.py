@@ -73,6 +73,14 @@ def _run(code, *arguments):
     return done.stdout.splitlines()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _no_waiting_for_the_disk():
+    """Most of a small conversion is fsync, and nothing here cuts the power."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)
+        yield
+
+
 @pytest.fixture(scope="module")
 def release(tmp_path_factory):
     folder = tmp_path_factory.mktemp("release") / "hf"
