@@ -4,7 +4,7 @@
 array in folder ``layers.0.attn.wq_a``. Chunks are stored uncompressed (weights do not compress),
 so a chunk file is the chunk's values in C order, padded at the array's far edges, and its size is
 known beforehand. That lets a conversion stream, resume and be checked with ordinary file calls,
-and any Orbax (0.11.20 to 0.12.8 were tried) reads the result.
+and any Orbax (0.11.20 and 0.12.8 were tried) reads the result.
 
 Chunks follow the logical axes: each holds one expert at most, and an axis that can be split over
 devices is cut into pieces, so that a device reads only its own part.
