@@ -115,8 +115,8 @@ def choose(
 
     if pools:
         predicted = by_block(_predicted_slots(state, num_slots), size, -jnp.inf)
-        slot = by_block(jnp.arange(state.V.shape[1])[None], size, state.V.shape[1])
-        pooled = pool(predicted, slot < num_slots[:, None, None], cfg.pooling)
+        visible_slots = jnp.arange(state.V.shape[1])[None] < num_slots[:, None]
+        pooled = pool(predicted, by_block(visible_slots, size, False), cfg.pooling)
     else:
         pooled = block_predictions(state.V, state.D_rev, visible, size)
     if cfg.policy == "staleness":

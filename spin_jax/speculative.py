@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels.selection import choose_blocks
 from spin_jax.config import SpinConfig
 from spin_jax.observation import check_scores, observe
-from spin_jax.ranking import top_mask
 from spin_jax.selection import (
     BlockSelection,
     advance_keys,
@@ -44,7 +44,7 @@ def select_rows(
     all rows run unpruned in both modes.
 
     ``capacity`` and the result are as in ``select_blocks``; a union that does not fit keeps the
-    blocks of earlier rows first. ``steady_capacity(..., rows=R)`` always fits.
+    forced blocks, then those of earlier rows. ``steady_capacity(..., rows=R)`` always fits.
 
     Raises:
         ValueError: an unknown mode, arguments of the wrong shape, or, outside jit, a truncated
@@ -85,16 +85,12 @@ def _select_rows(
         .at[jnp.arange(batch)[:, None, None], jnp.where(ids < 0, blocks, ids)]
         .min(row, mode="drop")
     )
-    wanted = wanted_by < rows
-    union = jnp.sum(wanted, axis=1, dtype=jnp.int32)
-    count = jnp.minimum(union, capacity)
-    kept = top_mask(-wanted_by.astype(jnp.float32), wanted, count)
-    place = jnp.where(kept, jnp.cumsum(kept, axis=1) - 1, capacity)
-    block_ids = (
-        jnp.full((batch, capacity), -1, jnp.int32)
-        .at[jnp.arange(batch)[:, None], place]
-        .set(jnp.arange(blocks, dtype=jnp.int32)[None], mode="drop")
-    )
+    union = jnp.sum(wanted_by < rows, axis=1, dtype=jnp.int32)
+    rank = jnp.where(wanted_by < rows, -wanted_by.astype(jnp.float32), -jnp.inf)
+    seen = jnp.clip(jnp.max(num_slots, axis=1), 0, allocated_slots(state, cfg))
+    drawn, priority = jnp.zeros_like(union), jnp.zeros(rank.shape, jnp.uint32)
+    budget = jnp.minimum(union, capacity)
+    block_ids, count = choose_blocks(rank, seen, budget, drawn, priority, cfg.block_size, capacity)
 
     needed = jnp.maximum(union, jnp.max(needed, axis=1))
     truncated = (needed > capacity) | (most > allocated_slots(state, cfg))
