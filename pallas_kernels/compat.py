@@ -39,11 +39,21 @@ def interpreted() -> bool:
 
 
 def mosaic_kernel(body: Callable[..., None], **options: Any) -> Callable[..., Any]:
-    """``plgpu.kernel``, interpreted where the trace is for the interpreter."""
+    """``plgpu.kernel``, launched while the kernel before it drains, or interpreted."""
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
-    interpret = plgpu.InterpretGPUParams() if interpreted() else None
-    return plgpu.kernel(body, interpret=interpret, **options)
+    if interpreted():
+        return plgpu.kernel(body, interpret=plgpu.InterpretGPUParams(), **options)
+
+    def overlapped(*refs, **scratch):
+        # Programmatic dependent launch: the next kernel may be launched as soon as this one runs,
+        # and none touches memory before the one before it has finished.
+        plgpu.griddepcontrol_launch_dependents()
+        plgpu.griddepcontrol_wait()
+        body(*refs, **scratch)
+
+    overlapped.__name__ = body.__name__
+    return plgpu.kernel(overlapped, **options)
 
 
 @functools.cache

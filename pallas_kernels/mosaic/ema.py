@@ -10,8 +10,8 @@ from pallas_kernels.compat import mosaic_kernel
 from pallas_kernels.mosaic import lanes
 from pallas_kernels.ordering import LOWEST
 
-TILE = 2048
-"""Slots updated by one thread block."""
+TILE = 512
+"""Slots updated by one thread block: few registers, so many thread blocks hide the latency."""
 
 
 def ema_scatter_mosaic(

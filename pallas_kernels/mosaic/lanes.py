@@ -8,8 +8,9 @@ cannot run inline code, each is the same operation in ``jnp``.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.experimental.mosaic.gpu as mgpu
@@ -109,6 +110,46 @@ def scatter(ref: Any, index: jax.Array, values: jax.Array, where: jax.Array, lay
     store(ref, index, values, where)
 
 
+def reduce(
+    kind: Literal["add", "max", "min"],
+    x: jax.Array,
+    layout: Any,
+    scratch: Any,
+    *,
+    fresh: bool = False,
+) -> jax.Array:
+    """The sum, maximum or minimum of an int32 array.
+
+    Mosaic's own reductions share one piece of shared memory, so only one warpgroup of a thread
+    block may use them; here each brings an int32 [4] of its own. ``fresh`` promises that the
+    warpgroup has met at a barrier since it last read that: one barrier less.
+    """
+    if interpreted():
+        return {"add": jnp.sum, "max": jnp.max, "min": jnp.min}[kind](x)
+    result = plgpu.ShapeDtypeStruct((), jnp.int32, plgpu.Layout.WG_SPLAT(()))
+    combine, across = {
+        "add": (arith.addi, nvvm.ReductionKind.ADD),
+        "max": (arith.maxsi, nvvm.ReductionKind.MAX),
+        "min": (arith.minsi, nvvm.ReductionKind.MIN),
+    }[kind]
+
+    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()), return_type=result)
+    def run(_, x, scratch):
+        i32 = ir.IntegerType.get_signless(32)
+        lanes = [lane for _, register in _each(x.registers) for lane in _lanes(register)]
+        value = functools.reduce(combine, lanes)
+        value = nvvm.redux_sync(value, across, mgpu.utils.c(0xFFFFFFFF, i32))
+        thread = mgpu.utils.thread_idx()
+        if not fresh:
+            mgpu.utils.warpgroup_barrier()
+        _store_by_warp(value, scratch, thread, leader=0)
+        mgpu.utils.warpgroup_barrier()
+        value = functools.reduce(combine, [_load(scratch, warp) for warp in range(WARPS)])
+        return mgpu.FragmentedArray.splat(value, (), is_signed=True)
+
+    return run(x, scratch)
+
+
 def prefix_sum(x: jax.Array, scratch: Any) -> tuple[jax.Array, jax.Array]:
     """The sum of the elements before each, and of all: int32 in the blocked layout.
 
@@ -139,14 +180,11 @@ def prefix_sum(x: jax.Array, scratch: Any) -> tuple[jax.Array, jax.Array]:
             inclusive = arith.addi(inclusive, arith.select(has_other, other, c(0)))
         warp = arith.andi(arith.shrui(thread, c(5)), c(WARPS - 1))
         mgpu.utils.warpgroup_barrier()
-        last = scf.IfOp(arith.cmpi(arith.CmpIPredicate.eq, lane_id, c(31)))
-        with ir.InsertionPoint(last.then_block):
-            memref.store(inclusive, scratch, [arith.index_cast(ir.IndexType.get(), warp)])
-            scf.YieldOp([])
+        _store_by_warp(inclusive, scratch, thread, leader=31)
         mgpu.utils.warpgroup_barrier()
         base, everything = arith.subi(inclusive, total), c(0)
         for other in range(WARPS):
-            count = memref.load(scratch, [mgpu.utils.c(other, ir.IndexType.get())])
+            count = _load(scratch, other)
             earlier = arith.cmpi(arith.CmpIPredicate.ult, c(other), warp)
             base = arith.addi(base, arith.select(earlier, count, c(0)))
             everything = arith.addi(everything, count)
@@ -172,16 +210,42 @@ def _lanes(register: ir.Value) -> list[ir.Value]:
     ]
 
 
-def find_kth(count_at_least: Callable[[jax.Array], jax.Array], k: Any, low: Any, high: Any):
-    """The largest t in [low, high] with ``count_at_least(t) >= k``, or low if there is none.
+def _store_by_warp(value: ir.Value, scratch: ir.Value, thread: ir.Value, leader: int) -> None:
+    """``scratch[warp] = value`` of the warp's lane ``leader``."""
+    i32 = ir.IntegerType.get_signless(32)
+    lane = arith.andi(thread, mgpu.utils.c(31, i32))
+    warp = arith.andi(arith.shrui(thread, mgpu.utils.c(5, i32)), mgpu.utils.c(WARPS - 1, i32))
+    branch = scf.IfOp(arith.cmpi(arith.CmpIPredicate.eq, lane, mgpu.utils.c(leader, i32)))
+    with ir.InsertionPoint(branch.then_block):
+        memref.store(value, scratch, [arith.index_cast(ir.IndexType.get(), warp)])
+        scf.YieldOp([])
 
-    Bisection over the integers, at most 32 counts.
+
+def _load(ref: ir.Value, at: int) -> ir.Value:
+    return memref.load(ref, [mgpu.utils.c(at, ir.IndexType.get())])
+
+
+def find_kth(
+    at_least: Callable[[jax.Array], jax.Array],
+    layout: Any,
+    k: Any,
+    low: Any,
+    high: Any,
+    scratch: Any,
+) -> jax.Array:
+    """The largest t in [low, high] with ``sum(at_least(t)) >= k``, or low if there is none.
+
+    Bisection over the integers, at most 32 sums; ``scratch`` is an int32 [2, 4] that is ``fresh``.
+    Two steps an iteration, in turns of scratch: by the barrier of one, all have read the other.
     """
 
-    def halve(bounds):
+    def halve(bounds, turn):
         low, high = bounds
         middle = (low | high) - ((low ^ high) >> 1)  # the mean, rounded up, without overflow
-        enough = count_at_least(middle) >= k
+        count = reduce("add", at_least(middle), layout, scratch.at[turn], fresh=True)
+        enough = count >= k
         return jnp.where(enough, middle, low), jnp.where(enough, high, middle - 1)
 
-    return jax.lax.while_loop(lambda b: b[0] < b[1], halve, (low, high))[0]
+    return jax.lax.while_loop(
+        lambda bounds: bounds[0] < bounds[1], lambda bounds: halve(halve(bounds, 0), 1), (low, high)
+    )[0]

@@ -1,15 +1,14 @@
-"""Indexer scores at the speed of reading the keys: a persistent grid of single warpgroups.
+"""Indexer scores at the speed of reading the keys: one warpgroup for each few blocks.
 
-The live blocks of all requests are laid end to end and every thread block takes an equal run of
-them, so the cost follows the blocks that are scored, however ragged the batch. A ring of bulk
-copies keeps key blocks in flight; a block is multiplied with the queries of each verifier row
-(wgmma, keys as rows), then ReLU, weights and sum stay in registers.
+A ring of bulk copies keeps key blocks in flight; a block is multiplied with the queries of each
+verifier row (wgmma, keys as rows), then ReLU, weights and sum stay in registers. A thread block
+takes a run of places in one request's list of blocks and stops at the first that is not live, so
+the cost follows the live blocks and the hardware's scheduler balances ragged batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import functools
 
 import jax
 import jax.experimental.pallas as pl
@@ -22,10 +21,11 @@ from pallas_kernels.ordering import LOWEST
 
 BLOCK = 64
 """Slots a key block of the kernel: the rows of one wgmma."""
-MULTIPROCESSORS = 132
-SHARED_BYTES = 227 * 1024
 RING_BYTES = 48 * 1024
-"""Key blocks in flight in each thread block."""
+"""Key blocks in flight in each thread block; three thread blocks fit a multiprocessor."""
+THREAD_BLOCKS = 3 * 132
+"""As many are resident at once on an H100 or H200."""
+LONGEST_RUN = 32
 
 
 def index_scores_mosaic(
@@ -46,12 +46,7 @@ def index_scores_mosaic(
         ids = jnp.where(block_ids[..., None] < 0, -1, parts).reshape(batch, -1)
     else:
         ids = block_ids
-    end = jnp.max(visible, axis=1)
-    if ids is None:
-        live = (end + BLOCK - 1) // BLOCK
-    else:
-        live = jnp.sum((ids >= 0) & (ids * BLOCK < end[:, None]), axis=1, dtype=jnp.int32)
-    scores, block_max = _score(q, w, keys, visible, ids, live, key_scales)
+    scores, block_max = _score(q, w, keys, visible, ids, key_scales)
     if block_size != BLOCK:
         shape = (*block_max.shape[:2], -1, block_size // BLOCK)
         block_max = jnp.max(block_max.reshape(shape), axis=-1)
@@ -64,7 +59,6 @@ def _score(
     keys: jax.Array,
     visible: jax.Array,
     ids: jax.Array | None,
-    live: jax.Array,
     key_scales: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     batch, rows, heads, width = q.shape
@@ -72,41 +66,52 @@ def _score(
     capacity = slots // BLOCK if ids is None else ids.shape[1]
     item = jnp.dtype(keys.dtype).itemsize
     stages = RING_BYTES // (BLOCK * width * item)
-    shared = RING_BYTES + rows * heads * width * item + 4096
-    resident = max(1, min(4, SHARED_BYTES // shared))
-    workers = min(MULTIPROCESSORS * resident, batch * capacity)
+    # One wave where that keeps runs short; otherwise several, which evens out unequal progress.
+    run = min(LONGEST_RUN, max(4, -(-batch * capacity // THREAD_BLOCKS)))
     swizzled = (plgpu.TilingTransform((8, 128 // item)), plgpu.SwizzleTransform(128))
     scaled = key_scales is not None
     row_layout, column_layout = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
-    def body(q_ref, w_ref, k_ref, visible_ref, live_ref, *refs, queries, ring, filled, ready, warps,
+    def body(q_ref, w_ref, k_ref, visible_ref, *refs, queries, ring, filled, ready, warps,
              scale_ring=None):  # fmt: skip
         refs = list(refs)
         ids_ref = None if ids is None else refs.pop(0)
         scales_ref = refs.pop(0) if scaled else None
         scores_ref, max_ref = refs
-        worker = jax.lax.axis_index("worker")
+        request, first = jax.lax.axis_index("request"), jax.lax.axis_index("run") * run
+        places = jnp.minimum(run, capacity - first)
+        limits = [visible_ref[request, row] for row in range(rows)]
 
-        def block_at(request, place):
+        def block_at(place):
             return place if ids_ref is None else ids_ref[request, place]
 
-        def store(request, place, row, values):
+        def fetch(place, block):
+            stage, slot = (place - first) % stages, pl.ds(block * BLOCK, BLOCK)
+            plgpu.copy_gmem_to_smem(k_ref.at[request, slot], ring.at[stage], filled.at[stage])
+            if scaled:
+                plgpu.copy_gmem_to_smem(
+                    scales_ref.at[request, slot], scale_ring.at[stage], filled.at[stage]
+                )
+
+        def store(place, row, values):
             scores_ref[request, row, pl.ds(place * BLOCK, BLOCK)] = values
             max_ref[request, row, place] = jnp.max(values)
 
-        def score_run(request, first, count):
-            def fetch(step, block):
-                stage = step % stages
-                slot = pl.ds(block * BLOCK, BLOCK)
-                plgpu.copy_gmem_to_smem(k_ref.at[request, slot], ring.at[stage], filled.at[stage])
-                if scaled:
-                    plgpu.copy_gmem_to_smem(
-                        scales_ref.at[request, slot], scale_ring.at[stage], filled.at[stage]
-                    )
+        def count_live():
+            end = functools.reduce(jnp.maximum, limits)
+            if ids_ref is None:
+                return jnp.clip((end + BLOCK - 1) // BLOCK - first, 0, places)
+            layout = lanes.coalesced(lanes.THREADS)
+            index = lanes.iota(lanes.THREADS, layout)
+            at = first + jnp.minimum(index, places - 1)
+            block = lanes.gather(ids_ref.at[request], at, layout)
+            live = (index < places) & (block >= 0) & (block * BLOCK < end)
+            return lanes.reduce("add", live.astype(jnp.int32), layout, warps)
 
-            @pl.loop(0, jnp.minimum(stages, count))
-            def _(step):
-                fetch(step, block_at(request, first + step))
+        def score(live):
+            @pl.loop(0, jnp.minimum(stages, live))
+            def _(at):
+                fetch(first + at, block_at(first + at))
 
             for row in range(rows):
                 plgpu.copy_gmem_to_smem(q_ref.at[request, row], queries.at[row], ready)
@@ -114,12 +119,11 @@ def _score(
                 plgpu.load(w_ref.at[request, row], layout=column_layout, optimized=False)
                 for row in range(rows)
             ]
-            limits = [visible_ref[request, row] for row in range(rows)]
             plgpu.barrier_wait(ready)
 
             def step(at, following):
-                stage = at % stages
-                block = block_at(request, first + at)
+                place, stage = first + at, at % stages
+                block = block_at(place)
                 plgpu.barrier_wait(filled.at[stage])
                 sums = []
                 for row in range(rows):
@@ -134,36 +138,24 @@ def _score(
                 if scaled:
                     scale = plgpu.load(scale_ring.at[stage], layout=row_layout, optimized=False)
                     sums = [total * scale for total in sums]
-                pl.when(at + stages < count)(lambda: fetch(at + stages, following))
-                slot = block * BLOCK + plgpu.layout_cast(
-                    jax.lax.broadcasted_iota(jnp.int32, (BLOCK,), 0), row_layout
-                )
+                pl.when(at + stages < live)(lambda: fetch(place + stages, following))
+                slot = block * BLOCK + lanes.iota(BLOCK, row_layout)
                 for row, total in enumerate(sums):
                     total = jnp.where(total > LOWEST, total, LOWEST)
-                    total = jnp.where(slot < limits[row], total, -jnp.inf)
-                    store(request, first + at, row, total)
-                return block_at(request, first + jnp.minimum(at + stages + 1, count - 1))
+                    store(place, row, jnp.where(slot < limits[row], total, -jnp.inf))
+                # The number of the block to fetch next time: its load has a step to arrive.
+                return block_at(first + jnp.minimum(at + stages + 1, live - 1))
 
-            following = block_at(request, first + jnp.minimum(stages, count - 1))
-            jax.lax.fori_loop(0, count, step, following)
+            jax.lax.fori_loop(0, live, step, block_at(first + jnp.minimum(stages, live - 1)))
 
-        def fill_run(request, first, count):
-            nothing = plgpu.layout_cast(jnp.full((BLOCK,), -jnp.inf), row_layout)
+        live = count_live()
+        pl.when(live > 0)(lambda: score(live))
+        nothing = plgpu.layout_cast(jnp.full((BLOCK,), -jnp.inf), row_layout)
 
-            @pl.loop(0, count)
-            def _(at):
-                for row in range(rows):
-                    store(request, first + at, row, nothing)
-
-        padded = lanes.padded(batch)
-        index = lanes.iota(padded, lanes.blocked(padded))
-        layout = lanes.blocked(padded)
-        live_counts = lanes.gather(live_ref, jnp.minimum(index, batch - 1), layout)
-        dead_counts = jnp.where(index < batch, capacity - live_counts, 0)
-        live_counts = jnp.where(index < batch, live_counts, 0)
-        nowhere = jnp.zeros_like(live_counts)
-        _for_each_run(live_counts, nowhere, worker, workers, warps, score_run)
-        _for_each_run(dead_counts, live_counts, worker, workers, warps, fill_run)
+        @pl.loop(live, places)
+        def _(at):
+            for row in range(rows):
+                store(first + at, row, nothing)
 
     scratch = {
         "queries": plgpu.SMEM((rows, heads, width), q.dtype, transforms=swizzled),
@@ -181,39 +173,8 @@ def _score(
             jax.ShapeDtypeStruct((batch, rows, capacity), jnp.float32),
         ),
         scratch_types=scratch,
-        grid=(workers,),
-        grid_names=("worker",),
+        grid=(batch, -(-capacity // run)),
+        grid_names=("request", "run"),
     )
-    operands = [q, w, keys, visible, live, ids, key_scales]
+    operands = [q, w, keys, visible, ids, key_scales]
     return kernel(*(x for x in operands if x is not None))
-
-
-def _for_each_run(
-    counts: jax.Array,
-    starts: jax.Array,
-    worker: jax.Array,
-    workers: int,
-    warps: Any,
-    run: Callable[[jax.Array, jax.Array, jax.Array], None],
-) -> None:
-    """Calls ``run(request, first, count)`` for this worker's share of the requests' blocks.
-
-    ``counts`` blocks a request, from ``starts``, are laid end to end and shared out equally.
-    """
-    before, total = lanes.prefix_sum(counts, warps)
-    after = before + counts
-    # Not worker * total // workers, which overflows.
-    share, left = total // workers, total % workers
-    at = worker * share + jnp.minimum(worker, left)
-    end = at + share + jnp.where(worker < left, 1, 0)
-
-    def one(at):
-        request = jnp.sum((after <= at).astype(jnp.int32))
-        here = (before <= at) & (at < after)
-        first = jnp.sum(jnp.where(here, at - before + starts, 0))
-        rest = jnp.sum(jnp.where(here, after - at, 0))
-        count = jnp.minimum(rest, end - at)
-        run(request, first, count)
-        return at + count
-
-    jax.lax.while_loop(lambda at: at < end, one, at)

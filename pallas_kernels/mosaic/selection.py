@@ -98,21 +98,23 @@ def choose_blocks_mosaic(
         at = jnp.minimum(block, jnp.maximum(active - 1, 0))
         forced = visible & ((block == 0) | (block == active - 1))
 
+        priorities = lanes.gather(priority_ref.at[row], at, layout)  # early: it is used late
         keys = ordered_keys(lanes.gather(pooled_ref.at[row], at, layout))
         free = visible & ~forced
         keys = jnp.where(free, jnp.maximum(keys, NEVER + 1), NEVER)
         wanted = count - drawn - jnp.minimum(active, 2)
-        highest = jnp.max(keys)
-        lowest = jnp.minimum(jnp.min(jnp.where(free, keys, HIGHEST)), highest)
-        chosen = forced | _highest(keys, free, wanted, lowest, highest, warps)
+        highest = lanes.reduce("max", keys, layout, warps.at[0])
+        lowest = jnp.where(free, keys, HIGHEST)
+        lowest = jnp.minimum(lanes.reduce("min", lowest, layout, warps.at[1]), highest)
+        chosen = forced | _highest(keys, free, wanted, lowest, highest, layout, warps)
 
-        keys = lanes.gather(priority_ref.at[row], at, layout)
-        keys = jax.lax.bitcast_convert_type(keys, jnp.int32) ^ NEVER
+        keys = jax.lax.bitcast_convert_type(priorities, jnp.int32) ^ NEVER
         free = visible & ~chosen
         lowest = jnp.where(drawn > 0, NEVER, HIGHEST)  # nothing to draw: nothing to search
-        selected = chosen | _highest(keys, free, drawn, lowest, jnp.int32(HIGHEST), warps)
+        drawn_ones = _highest(keys, free, drawn, lowest, jnp.int32(HIGHEST), layout, warps)
+        selected = chosen | drawn_ones
 
-        places, _ = lanes.prefix_sum(selected.astype(jnp.int32), warps)
+        places, _ = lanes.prefix_sum(selected.astype(jnp.int32), warps.at[2])
         ids_row = ids_ref.at[row]
         lanes.scatter(ids_row, places, block, selected & (places < capacity), layout)
         nothing = plgpu.layout_cast(jnp.full((padded,), -1, jnp.int32), layout)
@@ -125,7 +127,7 @@ def choose_blocks_mosaic(
             jax.ShapeDtypeStruct((batch, capacity), jnp.int32),
             jax.ShapeDtypeStruct((batch,), jnp.int32),
         ),
-        scratch_types=[plgpu.SMEM((lanes.WARPS,), jnp.int32)],
+        scratch_types=[plgpu.SMEM((3, lanes.WARPS), jnp.int32)],
         grid=(batch,),
         grid_names=("row",),
     )
@@ -133,15 +135,18 @@ def choose_blocks_mosaic(
 
 
 def _highest(
-    keys: jax.Array, among: jax.Array, k: jax.Array, low: jax.Array, high: jax.Array, warps: Any
+    keys: jax.Array,
+    among: jax.Array,
+    k: jax.Array,
+    low: jax.Array,
+    high: jax.Array,
+    layout: Any,
+    warps: Any,
 ) -> jax.Array:
     """The k highest keys, as a mask; ties go to the lowest index."""
-
-    def count_at_least(t):
-        return jnp.sum((among & (keys >= t)).astype(jnp.int32))
-
-    kth = lanes.find_kth(count_at_least, k, low, high)
+    at_least = lambda t: (among & (keys >= t)).astype(jnp.int32)  # noqa: E731
+    kth = lanes.find_kth(at_least, layout, k, low, high, warps)
     above, tie = among & (keys > kth), among & (keys == kth)
-    ties = k - jnp.sum(above.astype(jnp.int32))
-    rank, _ = lanes.prefix_sum(tie.astype(jnp.int32), warps)
+    ties = k - lanes.reduce("add", above.astype(jnp.int32), layout, warps.at[0])
+    rank, _ = lanes.prefix_sum(tie.astype(jnp.int32), warps.at[2])
     return above | (tie & (rank < ties))

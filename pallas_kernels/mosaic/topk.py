@@ -1,10 +1,11 @@
-"""Exact top-K in one pass over the scores: one warpgroup a row.
+"""Exact top-K in one pass over the scores: four warpgroups a row.
 
 A group of scores whose maximum is below the K-th largest maximum cannot hold one of the K highest,
-so those groups are not read. The others stream, in order, through a buffer in shared memory that
-keeps what reaches a threshold. When the buffer is full it is pruned to its K highest (ties to the
-earliest) and the threshold rises above the lowest of them: what comes later and ties with it has
-lost. So any input is exact, and only adversarial ones prune more than once.
+so those groups are not read. Each warpgroup streams a quarter of the others, in order, through a
+buffer in shared memory that keeps what reaches a threshold. When the buffer is full it is pruned to
+its K highest (ties to the earliest) and the threshold rises above the lowest of them: what comes
+later and ties with it has lost. The first warpgroup prunes what all have kept. So any input is
+exact, and only adversarial ones prune more than once.
 """
 
 from __future__ import annotations
@@ -21,14 +22,13 @@ import jax.numpy as jnp
 from pallas_kernels.compat import mosaic_kernel
 from pallas_kernels.mosaic import lanes
 from pallas_kernels.ordering import NEVER, ordered_keys
-from pallas_kernels.topk import BUFFER, group_size
+from pallas_kernels.topk import group_size
 
 Load = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 
-TILE = 2048
-"""Scores a step of the stream."""
-CHUNK = 1024
-"""Buffered scores a step of a pruning."""
+TILE = 1024
+"""Scores a warpgroup handles at a time."""
+WARPGROUPS = 4
 
 
 def top_k_slots_mosaic(
@@ -53,50 +53,85 @@ def top_k_slots_mosaic(
         operands.append(block_max.reshape(num_rows, -1))
     if block_ids is not None:
         operands.append(block_ids)
-    scratch = {
-        "keys": plgpu.SMEM((BUFFER,), jnp.int32),
-        "positions": plgpu.SMEM((BUFFER,), jnp.int32),
-        "warps": plgpu.SMEM((lanes.WARPS,), jnp.int32),
-    }
-    if group:
-        scratch["groups"] = plgpu.SMEM((lanes.padded(length // group),), jnp.int32)
+    # A full buffer still holds K after a pruning, and a tile more.
+    capacity = lanes.padded(k) + 2 * TILE
 
-    def body(scores_ref, *refs, keys, positions, warps, groups=None):
+    def body(scores_ref, *refs, parts, whole, shared, warps, listed, streamed, merged, groups=None):
         *others, out_ref = refs
-        row = jax.lax.axis_index("row")
-        buffer = _Buffer(keys, positions, warps, k)
-        source = scores_ref.at[row]
+        row, me = jax.lax.axis_index("row"), jax.lax.axis_index("warpgroup")
+        source, scratch = scores_ref.at[row], warps.at[me]
         if group:
             maxima = others.pop(0).at[row]
-            bound, count = _list_groups(maxima, length // group, k, groups, warps)
-            kept = _stream(buffer, bound, count * group, _grouped(source, groups, group, count))
-        else:
-            bound = jnp.int32(NEVER + 1)
-            kept = _stream(buffer, bound, jnp.int32(length), _direct(source, length))
-        padded = lanes.padded(k)
-        layout = lanes.blocked(padded)
-        place = lanes.iota(padded, layout)
-        slots = plgpu.load(positions.at[pl.ds(0, padded)], layout=layout)
-        if block_ids is not None:
-            slots = jnp.where(place < kept, slots, 0)
-            ids_ref = others.pop(0).at[row // (num_rows // block_ids.shape[0])]
-            block = lanes.gather(ids_ref, slots // block_size, layout)
-            slots = block * block_size + slots % block_size
-        slots = jnp.where(place < kept, slots, -1)
-        lanes.scatter(out_ref.at[row], place, slots, place < k, layout)
 
+            @pl.when(me == 0)
+            def _():
+                bound, count = _list_groups(maxima, length // group, k, groups, scratch)
+                shared[0] = bound
+                shared[1] = count
+
+            _meet(listed)
+            bound, count = shared[0], shared[1] * group
+            load = _grouped(source, groups, group, count)
+        else:
+            bound, count = jnp.int32(NEVER + 1), jnp.int32(length)
+            load = _direct(source, length)
+
+        tiles = (count + TILE - 1) // TILE
+        first, end = tiles * me // WARPGROUPS, tiles * (me + 1) // WARPGROUPS
+        part = _Buffer(parts[0].at[me], parts[1].at[me], scratch, k, capacity)
+        kept = _stream(part, bound, first, end, load)
+        shared[2 + me] = kept
+        _meet(streamed)
+        counts = [shared[2 + other] for other in range(WARPGROUPS)]
+        before = sum(jnp.where(me > other, count, 0) for other, count in enumerate(counts))
+        result = _Buffer(*whole, scratch, k, WARPGROUPS * lanes.padded(k))
+        part.copy_to(result, kept, before)
+        _meet(merged)
+
+        @pl.when(me == 0)
+        def _():
+            kept, _ = result.prune(sum(counts), bound, bound)
+            padded = lanes.padded(k)
+            layout = lanes.blocked(padded)
+            place = lanes.iota(padded, layout)
+            slots = plgpu.load(result.positions.at[pl.ds(0, padded)], layout=layout)
+            if block_ids is not None:
+                slots = jnp.where(place < kept, slots, 0)
+                ids_ref = others.pop(0).at[row // (num_rows // block_ids.shape[0])]
+                block = lanes.gather(ids_ref, slots // block_size, layout)
+                slots = block * block_size + slots % block_size
+            slots = jnp.where(place < kept, slots, -1)
+            lanes.scatter(out_ref.at[row], place, slots, place < k, layout)
+
+    barrier = plgpu.Barrier(num_arrivals=WARPGROUPS)
+    ints = lambda *shape: plgpu.SMEM(shape, jnp.int32)  # noqa: E731
+    scratch = {
+        "parts": [ints(WARPGROUPS, capacity)] * 2,
+        "whole": [ints(WARPGROUPS * lanes.padded(k))] * 2,
+        "shared": ints(2 + WARPGROUPS),
+        "warps": ints(WARPGROUPS, 3, lanes.WARPS),
+        "listed": barrier,
+        "streamed": barrier,
+        "merged": barrier,
+    }
+    if group:
+        scratch["groups"] = ints(lanes.padded(length // group))
     kernel = mosaic_kernel(
         body,
         out_type=jax.ShapeDtypeStruct((num_rows, k), jnp.int32),
         scratch_types=scratch,
         grid=(num_rows,),
         grid_names=("row",),
+        num_threads=WARPGROUPS,
+        thread_name="warpgroup",
     )
     return kernel(*operands).reshape(*leading, k)
 
 
-def _count(mask: jax.Array) -> jax.Array:
-    return jnp.sum(mask.astype(jnp.int32))
+def _meet(barrier: Any) -> None:
+    """Waits until every warpgroup is here."""
+    plgpu.barrier_arrive(barrier)
+    plgpu.barrier_wait(barrier)
 
 
 def _list_groups(maxima: Any, num_groups: int, k: int, groups: Any, warps: Any):
@@ -107,10 +142,11 @@ def _list_groups(maxima: Any, num_groups: int, k: int, groups: Any, warps: Any):
     values = lanes.gather(maxima, jnp.minimum(index, num_groups - 1), layout)
     keys = jnp.where(index < num_groups, ordered_keys(values), NEVER)
     lowest = jnp.int32(NEVER + 1)
-    highest = jnp.maximum(jnp.max(keys), lowest)
-    bound = lanes.find_kth(lambda t: _count(keys >= t), k, lowest, highest)
+    highest = jnp.maximum(lanes.reduce("max", keys, layout, warps.at[2]), lowest)
+    at_least = lambda t: (keys >= t).astype(jnp.int32)  # noqa: E731
+    bound = lanes.find_kth(at_least, layout, k, lowest, highest, warps)
     wanted = keys >= bound
-    places, count = lanes.prefix_sum(wanted.astype(jnp.int32), warps)
+    places, count = lanes.prefix_sum(wanted.astype(jnp.int32), warps.at[2])
     lanes.scatter(groups, places, index, wanted, layout)
     return bound, count
 
@@ -129,45 +165,47 @@ def _direct(source: Any, length: int) -> Load:
 
 
 def _grouped(source: Any, groups: Any, size: int, count: jax.Array) -> Load:
-    """A tile of the listed groups of scores."""
+    """A tile of the listed groups of scores, ``count`` in all."""
     layout = lanes.blocked(TILE)
 
     def load(tile):
         index = tile * TILE + lanes.iota(TILE, layout)
-        listed = jnp.minimum(index // size, jnp.maximum(count - 1, 0))
+        listed = jnp.minimum(index // size, jnp.maximum(count // size - 1, 0))
         repeated = min(size, TILE // lanes.THREADS)
         group = lanes.gather(groups, listed, layout, repeated=repeated)
         # Where none is listed there is still a tile to load, and it must lie inside the row.
         position = group * jnp.where(count > 0, size, 0) + index % size
         values = lanes.gather(source, position, layout, consecutive=4)
-        return jnp.where(index < count * size, ordered_keys(values), NEVER), position
+        return jnp.where(index < count, ordered_keys(values), NEVER), position
 
     return load
 
 
-def _stream(buffer: _Buffer, bound: jax.Array, length: jax.Array, load: Load) -> jax.Array:
-    """Leaves the K highest of ``length`` scores, all at least ``bound``, in the buffer, in order.
+def _stream(
+    buffer: _Buffer, bound: jax.Array, first: jax.Array, end: jax.Array, load: Load
+) -> jax.Array:
+    """Leaves the K highest of some tiles, all at least ``bound``, in the buffer, in order.
 
     Returns how many there are.
     """
-    tiles = (length + TILE - 1) // TILE
     layout = lanes.blocked(TILE)
+    final = jnp.maximum(end - 1, 0)  # a tile that can be loaded even where there is none to handle
 
     def step(tile, carry):
         keys, positions, used, threshold = carry
-        following = load(jnp.minimum(tile + 1, tiles - 1))  # in flight while this one is sorted out
-        last = tile == tiles
-        full = last | (used + TILE > BUFFER)
+        following = load(jnp.minimum(tile + 1, final))  # in flight while this one is sorted out
+        last = tile == end
+        full = last | (used + TILE > buffer.capacity)
         prune = lambda *state: buffer.prune(*state, bound)  # noqa: E731
         used, threshold = jax.lax.cond(full, prune, lambda *state: state, used, threshold)
         wanted = (keys >= threshold) & ~last
-        places, count = lanes.prefix_sum(wanted.astype(jnp.int32), buffer.warps)
+        places, count = lanes.prefix_sum(wanted.astype(jnp.int32), buffer.warps.at[2])
         lanes.scatter(buffer.keys, used + places, keys, wanted, layout)
         lanes.scatter(buffer.positions, used + places, positions, wanted, layout)
         return *following, used + count, threshold
 
-    state = (*load(jnp.int32(0)), jnp.int32(0), bound)
-    return jax.lax.fori_loop(0, tiles + 1, step, state)[2]
+    state = (*load(jnp.minimum(first, final)), jnp.int32(0), bound)
+    return jax.lax.fori_loop(first, end + 1, step, state)[2]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,6 +216,19 @@ class _Buffer:
     positions: Any
     warps: Any
     k: int
+    capacity: int
+
+    def load(self, ref: Any, tile: jax.Array) -> jax.Array:
+        return plgpu.load(ref.at[pl.ds(tile * TILE, TILE)], layout=lanes.blocked(TILE))
+
+    def copy_to(self, other: _Buffer, used: jax.Array, offset: jax.Array) -> None:
+        layout = lanes.blocked(TILE)
+
+        @pl.loop(0, (used + TILE - 1) // TILE)
+        def _(tile):
+            at = tile * TILE + lanes.iota(TILE, layout)
+            for mine, its in ((self.keys, other.keys), (self.positions, other.positions)):
+                lanes.scatter(its, offset + at, self.load(mine, tile), at < used, layout)
 
     def prune(self, used: jax.Array, threshold: jax.Array, lowest: jax.Array):
         """Keeps the K highest of keys that are at least ``lowest``.
@@ -188,37 +239,35 @@ class _Buffer:
         return jax.lax.cond(used > self.k, keep, lambda *state: state, used, threshold)
 
     def _keep_highest(self, used, lowest):
-        chunks = (used + CHUNK - 1) // CHUNK
-        layout = lanes.blocked(CHUNK)
-        within = lanes.iota(CHUNK, layout)
+        tiles = (used + TILE - 1) // TILE
+        layout = lanes.blocked(TILE)
+        within = lanes.iota(TILE, layout)
 
-        def load(ref, chunk):
-            return plgpu.load(ref.at[pl.ds(chunk * CHUNK, CHUNK)], layout=layout)
+        def tile_keys(tile):
+            return jnp.where(tile * TILE + within < used, self.load(self.keys, tile), NEVER)
 
-        def chunk_keys(chunk):
-            return jnp.where(chunk * CHUNK + within < used, load(self.keys, chunk), NEVER)
+        def at_least(t):
+            zero = plgpu.layout_cast(jnp.zeros((TILE,), jnp.int32), layout)
+            add = lambda tile, x: x + (tile_keys(tile) >= t).astype(jnp.int32)  # noqa: E731
+            return jax.lax.fori_loop(0, tiles, add, zero)
 
-        def count_at_least(t):
-            zero = plgpu.layout_cast(jnp.zeros((CHUNK,), jnp.int32), layout)
-            add = lambda c, sums: sums + (chunk_keys(c) >= t).astype(jnp.int32)  # noqa: E731
-            return jnp.sum(jax.lax.fori_loop(0, chunks, add, zero))
+        best = plgpu.layout_cast(jnp.full((TILE,), NEVER, jnp.int32), layout)
+        best = jax.lax.fori_loop(0, tiles, lambda tile, x: jnp.maximum(x, tile_keys(tile)), best)
+        highest = lanes.reduce("max", best, layout, self.warps.at[2])
+        kth = lanes.find_kth(at_least, layout, self.k, lowest, highest, self.warps)
+        ties = self.k - lanes.reduce("add", at_least(kth + 1), layout, self.warps.at[0])
 
-        best = plgpu.layout_cast(jnp.full((CHUNK,), NEVER, jnp.int32), layout)
-        best = jax.lax.fori_loop(0, chunks, lambda c, x: jnp.maximum(x, chunk_keys(c)), best)
-        kth = lanes.find_kth(count_at_least, self.k, lowest, jnp.max(best))
-        ties = self.k - count_at_least(kth + 1)
-
-        def compact(chunk, carry):
+        def compact(tile, carry):
             kept, ties = carry
-            keys, positions = chunk_keys(chunk), load(self.positions, chunk)
+            keys, positions = tile_keys(tile), self.load(self.positions, tile)
             tie = keys == kth
-            rank, tied = lanes.prefix_sum(tie.astype(jnp.int32), self.warps)
+            rank, tied = lanes.prefix_sum(tie.astype(jnp.int32), self.warps.at[2])
             wanted = (keys > kth) | (tie & (rank < ties))
-            places, count = lanes.prefix_sum(wanted.astype(jnp.int32), self.warps)
-            # In place: a chunk is read before it is written, and only moves down.
+            places, count = lanes.prefix_sum(wanted.astype(jnp.int32), self.warps.at[2])
+            # In place: a tile is read before it is written, and only moves down.
             lanes.scatter(self.keys, kept + places, keys, wanted, layout)
             lanes.scatter(self.positions, kept + places, positions, wanted, layout)
             return kept + count, ties - jnp.minimum(tied, ties)
 
-        kept, _ = jax.lax.fori_loop(0, chunks, compact, (jnp.int32(0), ties))
+        kept, _ = jax.lax.fori_loop(0, tiles, compact, (jnp.int32(0), ties))
         return kept, kth + 1
