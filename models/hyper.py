@@ -48,11 +48,11 @@ def sinkhorn(
 ) -> Float[Array, "... m m"]:
     """Alternate row and column normalisation of ``softmax(logits) + eps``.
 
-    A softmax over rows and one column normalisation without eps, then ``iterations - 1`` rounds
-    of row and column normalisation, each dividing by (sum + eps).
+    A softmax over rows, plus eps, and one column normalisation, then ``iterations - 1`` rounds of
+    row and column normalisation, each dividing by (sum + eps).
     """
     matrix = jax.nn.softmax(logits, axis=-1) + eps
-    matrix = matrix / jnp.sum(matrix, axis=-2, keepdims=True)
+    matrix = matrix / (jnp.sum(matrix, axis=-2, keepdims=True) + eps)
 
     def round_(_: Any, matrix: Array) -> Array:
         matrix = matrix / (jnp.sum(matrix, axis=-1, keepdims=True) + eps)
