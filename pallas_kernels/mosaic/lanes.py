@@ -8,7 +8,6 @@ cannot run inline code, each is the same operation in ``jnp``.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -137,14 +136,14 @@ def reduce(
     def run(_, x, scratch):
         i32 = ir.IntegerType.get_signless(32)
         lanes = [lane for _, register in _each(x.registers) for lane in _lanes(register)]
-        value = functools.reduce(combine, lanes)
+        value = _tree(combine, lanes)
         value = nvvm.redux_sync(value, across, mgpu.utils.c(0xFFFFFFFF, i32))
         thread = mgpu.utils.thread_idx()
         if not fresh:
             mgpu.utils.warpgroup_barrier()
         _store_by_warp(value, scratch, thread, leader=0)
         mgpu.utils.warpgroup_barrier()
-        value = functools.reduce(combine, [_load(scratch, warp) for warp in range(WARPS)])
+        value = _tree(combine, [_load(scratch, warp) for warp in range(WARPS)])
         return mgpu.FragmentedArray.splat(value, (), is_signed=True)
 
     return run(x, scratch)
@@ -204,10 +203,46 @@ def _each(registers: np.ndarray) -> list[tuple[tuple[int, ...], ir.Value]]:
 
 
 def _lanes(register: ir.Value) -> list[ir.Value]:
+    if not isinstance(register.type, ir.VectorType):
+        return [register]
     [length] = ir.VectorType(register.type).shape
     return [
         vector.extract(register, [], ir.DenseI64ArrayAttr.get([lane])) for lane in range(length)
     ]
+
+
+def meet() -> None:
+    """The threads of the warpgroup wait for each other."""
+    if not interpreted():
+        plgpu.inline_mgpu()(lambda _: mgpu.utils.warpgroup_barrier())()
+
+
+def store_warp_maxima(values: jax.Array, layout: Any, scratch: Any) -> None:
+    """``scratch[warp]`` = the maximum of the warp's elements of a float32 array; no barrier.
+
+    In a layout that gives each warp whole elements (64 rows, 16 a warp), ``jnp.max(scratch)`` is
+    the maximum once the warpgroup has met.
+    """
+    if interpreted():
+        scratch[...] = jnp.max(values.reshape(WARPS, -1), axis=1)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()))
+    def store(_, values, scratch):
+        lanes = [lane for _, register in _each(values.registers) for lane in _lanes(register)]
+        value = _tree(arith.maximumf, lanes)
+        for distance in (1, 2, 4, 8, 16):
+            value = arith.maximumf(value, mgpu.utils.shfl_bfly(value, distance))
+        _store_by_warp(value, scratch, mgpu.utils.thread_idx(), leader=0)
+
+    store(values, scratch)
+
+
+def _tree(combine: Callable[..., ir.Value], values: list[ir.Value]) -> ir.Value:
+    while len(values) > 1:
+        pairs = [combine(a, b) for a, b in zip(values[::2], values[1::2], strict=False)]
+        values = pairs + values[2 * len(pairs) :]
+    return values[0]
 
 
 def _store_by_warp(value: ir.Value, scratch: ir.Value, thread: ir.Value, leader: int) -> None:
@@ -233,7 +268,7 @@ def find_kth(
     high: Any,
     scratch: Any,
 ) -> jax.Array:
-    """The largest t in [low, high] with ``sum(at_least(t)) >= k``, or low if there is none.
+    """A t in [low, high] with ``sum(at_least(t))`` = k, else the largest that has more, else low.
 
     Bisection over the integers, at most 32 sums; ``scratch`` is an int32 [2, 4] that is ``fresh``.
     Two steps an iteration, in turns of scratch: by the barrier of one, all have read the other.
@@ -243,8 +278,9 @@ def find_kth(
         low, high = bounds
         middle = (low | high) - ((low ^ high) >> 1)  # the mean, rounded up, without overflow
         count = reduce("add", at_least(middle), layout, scratch.at[turn], fresh=True)
-        enough = count >= k
-        return jnp.where(enough, middle, low), jnp.where(enough, high, middle - 1)
+        high = jnp.where(count >= k, high, middle - 1)
+        high = jnp.where(count == k, middle, high)
+        return jnp.where(count >= k, middle, low), high
 
     return jax.lax.while_loop(
         lambda bounds: bounds[0] < bounds[1], lambda bounds: halve(halve(bounds, 0), 1), (low, high)

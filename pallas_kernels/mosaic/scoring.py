@@ -21,11 +21,11 @@ from pallas_kernels.ordering import LOWEST
 
 BLOCK = 64
 """Slots a key block of the kernel: the rows of one wgmma."""
-RING_BYTES = 48 * 1024
-"""Key blocks in flight in each thread block; three thread blocks fit a multiprocessor."""
-THREAD_BLOCKS = 3 * 132
+RING_BYTES = 32 * 1024
+"""Key blocks in flight in each thread block; four or five of those fit a multiprocessor."""
+THREAD_BLOCKS = 4 * 132
 """As many are resident at once on an H100 or H200."""
-LONGEST_RUN = 32
+LONGEST_RUN = 16
 
 
 def index_scores_mosaic(
@@ -38,15 +38,14 @@ def index_scores_mosaic(
     key_scales: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """See ``pallas_kernels.scoring``."""
-    batch, slots, _ = keys.shape
-    visible = jnp.minimum(num_slots, slots)
+    batch = keys.shape[0]
     if block_ids is not None and block_size != BLOCK:
         parts = jnp.arange(block_size // BLOCK)[None, None]
         parts = block_ids[..., None] * (block_size // BLOCK) + parts
         ids = jnp.where(block_ids[..., None] < 0, -1, parts).reshape(batch, -1)
     else:
         ids = block_ids
-    scores, block_max = _score(q, w, keys, visible, ids, key_scales)
+    scores, block_max = _score(q, w, keys, num_slots, ids, key_scales)
     if block_size != BLOCK:
         shape = (*block_max.shape[:2], -1, block_size // BLOCK)
         block_max = jnp.max(block_max.reshape(shape), axis=-1)
@@ -57,7 +56,7 @@ def _score(
     q: jax.Array,
     w: jax.Array,
     keys: jax.Array,
-    visible: jax.Array,
+    num_slots: jax.Array,
     ids: jax.Array | None,
     key_scales: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -72,7 +71,7 @@ def _score(
     scaled = key_scales is not None
     row_layout, column_layout = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
-    def body(q_ref, w_ref, k_ref, visible_ref, *refs, queries, ring, filled, ready, warps,
+    def body(q_ref, w_ref, k_ref, num_ref, *refs, queries, ring, filled, ready, maxima, warps,
              scale_ring=None):  # fmt: skip
         refs = list(refs)
         ids_ref = None if ids is None else refs.pop(0)
@@ -80,7 +79,7 @@ def _score(
         scores_ref, max_ref = refs
         request, first = jax.lax.axis_index("request"), jax.lax.axis_index("run") * run
         places = jnp.minimum(run, capacity - first)
-        limits = [visible_ref[request, row] for row in range(rows)]
+        limits = [jnp.minimum(num_ref[request, row], slots) for row in range(rows)]
 
         def block_at(place):
             return place if ids_ref is None else ids_ref[request, place]
@@ -95,7 +94,11 @@ def _score(
 
         def store(place, row, values):
             scores_ref[request, row, pl.ds(place * BLOCK, BLOCK)] = values
-            max_ref[request, row, place] = jnp.max(values)
+
+        def store_maxima(at):
+            for row in range(rows):
+                warp_maxima = [maxima[at % 2, row, warp] for warp in range(lanes.WARPS)]
+                max_ref[request, row, first + at] = functools.reduce(jnp.maximum, warp_maxima)
 
         def count_live():
             end = functools.reduce(jnp.maximum, limits)
@@ -138,15 +141,22 @@ def _score(
                 if scaled:
                     scale = plgpu.load(scale_ring.at[stage], layout=row_layout, optimized=False)
                     sums = [total * scale for total in sums]
+                # By now all have read this stage, and stored their maxima of the step before.
+                lanes.meet()
                 pl.when(at + stages < live)(lambda: fetch(place + stages, following))
+                pl.when(at > 0)(lambda: store_maxima(at - 1))
                 slot = block * BLOCK + lanes.iota(BLOCK, row_layout)
                 for row, total in enumerate(sums):
                     total = jnp.where(total > LOWEST, total, LOWEST)
-                    store(place, row, jnp.where(slot < limits[row], total, -jnp.inf))
+                    total = jnp.where(slot < limits[row], total, -jnp.inf)
+                    store(place, row, total)
+                    lanes.store_warp_maxima(total, row_layout, maxima.at[at % 2, row])
                 # The number of the block to fetch next time: its load has a step to arrive.
                 return block_at(first + jnp.minimum(at + stages + 1, live - 1))
 
             jax.lax.fori_loop(0, live, step, block_at(first + jnp.minimum(stages, live - 1)))
+            lanes.meet()
+            store_maxima(live - 1)
 
         live = count_live()
         pl.when(live > 0)(lambda: score(live))
@@ -156,12 +166,14 @@ def _score(
         def _(at):
             for row in range(rows):
                 store(first + at, row, nothing)
+                max_ref[request, row, first + at] = jnp.float32(-jnp.inf)
 
     scratch = {
         "queries": plgpu.SMEM((rows, heads, width), q.dtype, transforms=swizzled),
         "ring": plgpu.SMEM((stages, BLOCK, width), keys.dtype, transforms=swizzled),
         "filled": plgpu.Barrier(num_arrivals=1 + scaled, num_barriers=stages),
         "ready": plgpu.Barrier(num_arrivals=rows),
+        "maxima": plgpu.SMEM((2, rows, lanes.WARPS), jnp.float32),
         "warps": plgpu.SMEM((lanes.WARPS,), jnp.int32),
     }
     if scaled:
@@ -173,8 +185,10 @@ def _score(
             jax.ShapeDtypeStruct((batch, rows, capacity), jnp.float32),
         ),
         scratch_types=scratch,
+        # The only shared memory that is written twice is guarded by hand.
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         grid=(batch, -(-capacity // run)),
         grid_names=("request", "run"),
     )
-    operands = [q, w, keys, visible, ids, key_scales]
+    operands = [q, w, keys, num_slots, ids, key_scales]
     return kernel(*(x for x in operands if x is not None))

@@ -108,8 +108,9 @@ def choose_blocks_mosaic(
         lowest = jnp.minimum(lanes.reduce("min", lowest, layout, warps.at[1]), highest)
         chosen = forced | _highest(keys, free, wanted, lowest, highest, layout, warps)
 
-        keys = jax.lax.bitcast_convert_type(priorities, jnp.int32) ^ NEVER
         free = visible & ~chosen
+        keys = jax.lax.bitcast_convert_type(priorities, jnp.int32) ^ NEVER
+        keys = jnp.where(free, keys, NEVER)
         lowest = jnp.where(drawn > 0, NEVER, HIGHEST)  # nothing to draw: nothing to search
         drawn_ones = _highest(keys, free, drawn, lowest, jnp.int32(HIGHEST), layout, warps)
         selected = chosen | drawn_ones
@@ -143,8 +144,8 @@ def _highest(
     layout: Any,
     warps: Any,
 ) -> jax.Array:
-    """The k highest keys, as a mask; ties go to the lowest index."""
-    at_least = lambda t: (among & (keys >= t)).astype(jnp.int32)  # noqa: E731
+    """The k highest keys, as a mask; ties go to the lowest index. Keys not ``among`` are NEVER."""
+    at_least = lambda t: (keys >= t).astype(jnp.int32)  # noqa: E731
     kth = lanes.find_kth(at_least, layout, k, low, high, warps)
     above, tie = among & (keys > kth), among & (keys == kth)
     ties = k - lanes.reduce("add", above.astype(jnp.int32), layout, warps.at[0])
