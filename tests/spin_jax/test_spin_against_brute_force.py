@@ -29,7 +29,7 @@ EDGES = [
 ]
 QUICK = {
     "random": [("A1", "max"), ("A1", "mean"), ("A0", "max"), ("A2", "top4")],
-    "none": [("A2", "mean")],
+    "none": [("A2", "mean"), ("A2", "top4")],
     "staleness": [("A1", "top4")],
     "age": [("A1", "max"), ("A2", "max")],
 }

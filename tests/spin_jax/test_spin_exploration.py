@@ -118,6 +118,11 @@ def test_a_key_gives_each_row_the_key_of_its_number():
 
 def test_a_neighbour_that_idles_or_joins_later_changes_nothing():
     """A row that sees no slot yet neither draws nor spends its first step."""
+    start = init_spin(CFG, batch=2, max_slots=64, key=jax.random.key(5))
+    _, after = select_blocks(start, jnp.array([0, 40]), CFG, top_k=4)
+    moved = jax.random.key_data(start.key) != jax.random.key_data(after.key)
+    assert moved.any(axis=1).tolist() == [False, True] and after.first.tolist() == [True, False]
+
     scores = np.random.default_rng(4).normal(size=(12, 2, 64)).astype(np.float32)
 
     def run(lengths, resets=None):
