@@ -13,7 +13,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
-from models.cache import LayerCache, RingPlan, Step, extend_ring, make_step, plan_ring, write_slots
+from models.cache import (
+    LayerCache,
+    RingPlan,
+    Step,
+    extend_ring,
+    make_step,
+    plan_ring,
+    put_rows,
+    take_rows,
+)
 from models.compressor import SlotPlan, compress, plan_slots
 from models.config import CSA, ModelConfig
 from models.layers import (
@@ -106,9 +115,7 @@ def attention(
     q = linear(qr, p["wq_b"], F32).reshape(*x.shape[:2], -1, cfg.head_dim)
     q = apply_rope(q * mean_square_scale(q, cfg.rms_norm_eps), rotation).astype(x.dtype)
     kv = rms_norm(linear(x, p["wkv"]), p["kv_norm"], cfg.rms_norm_eps)
-    kv = apply_rope(kv, token_rotation)
-    if cfg.quant_sim:
-        kv = simulate_fp8(kv, cfg.qk_rope_head_dim)
+    kv = _kv_grid(apply_rope(kv, token_rotation), cfg)
     window, history = extend_ring(cache.window, kv, plan.window)
     cache = cache.replace(window=window)
     groups = [_Group(history, plan.in_window)]
@@ -117,20 +124,24 @@ def attention(
     if ratio:
         assert cache.pending is not None and cache.compressed is not None
         slot_plan = plan.slots[ratio]
-        content, pending = compress(p["compressor"], x, cache.pending, slot_plan, ratio, cfg)
-        if cfg.quant_sim:
-            content = simulate_fp8(content, cfg.qk_rope_head_dim)
-        compressed = write_slots(cache.compressed, slot_plan.first, content)
+        compressors = [p["compressor"]]
+        if ratio == CSA:
+            compressors.append(p["indexer"]["compressor"])
+        contents, pending = compress(compressors, x, cache.pending, slot_plan, ratio, cfg)
+        compressed = _write_slots(cache.compressed, slot_plan, _kv_grid(contents[0], cfg))
         cache = cache.replace(compressed=compressed, pending=pending)
         # Position p sees the slots that are complete with it, its own included.
         num_slots = (plan.step.positions + 1) // ratio
         if ratio == CSA:
-            query, keys, index_pending = _index(p["indexer"], x, qr, cache, plan, cfg)
-            cache = cache.replace(index_keys=keys, index_pending=index_pending)
+            assert cache.index_keys is not None
+            key = _index_grid(hadamard_rotate(contents[1]), cfg)
+            keys = IndexKeys(_write_slots(cache.index_keys.values, slot_plan, key))
+            cache = cache.replace(index_keys=keys)
+            query = _index_query(p["indexer"], x, qr, plan, cfg)
             slots, observation = selector.select(
                 query, keys, num_slots, selector_state, top_k=cfg.index_topk
             )
-            chosen = jax.vmap(lambda rows, i: rows[i])(compressed, jnp.maximum(slots, 0))
+            chosen = take_rows(compressed, jnp.maximum(slots, 0))
             groups.append(_Group(chosen, slots >= 0))
         else:
             visible = jnp.arange(compressed.shape[1])[None, None] < num_slots[..., None]
@@ -151,27 +162,35 @@ def _per_head(rotation: Rotation) -> Rotation:
     return own[:, :, None], partner[:, :, None]
 
 
-def _index(
+def _index_query(
     p: Any,
     x: Float[Array, "B T D"],
     qr: Float[Array, "B T q"],
-    cache: LayerCache,
     plan: StepPlan,
     cfg: ModelConfig,
-) -> tuple[IndexQuery, IndexKeys, Float[Array, "B R 2 w"]]:
-    """The lightning indexer's queries at the step's tokens, its keys and its compressor's ring."""
-    assert cache.index_pending is not None and cache.index_keys is not None
+) -> IndexQuery:
+    """The lightning indexer's queries and head weights at the step's tokens."""
     width, heads = cfg.index_head_dim, cfg.index_n_heads
     q = linear(qr, p["wq_b"], F32).reshape(*x.shape[:2], heads, width)
     q = apply_rope(q, _per_head(plan.rotations[True, width])).astype(x.dtype)
-    q = hadamard_rotate(q)
     w = linear(x, p["weights_proj"], F32) * (width**-0.5 * heads**-0.5)
-    key, pending = compress(p["compressor"], x, cache.index_pending, plan.slots[CSA], CSA, cfg)
-    key = hadamard_rotate(key)
-    if cfg.quant_sim:
-        q, key = simulate_fp4(q), simulate_fp4(key)
-    keys = IndexKeys(write_slots(cache.index_keys.values, plan.slots[CSA].first, key))
-    return IndexQuery(q, w), keys, pending
+    return IndexQuery(_index_grid(hadamard_rotate(q), cfg), w)
+
+
+def _index_grid(x: Float[Array, "... x"], cfg: ModelConfig) -> Float[Array, "... x"]:
+    return simulate_fp4(x) if cfg.quant_sim else x
+
+
+def _kv_grid(x: Float[Array, "... d"], cfg: ModelConfig) -> Float[Array, "... d"]:
+    return simulate_fp8(x, cfg.qk_rope_head_dim) if cfg.quant_sim else x
+
+
+def _write_slots(
+    slots: Float[Array, "B S ..."], plan: SlotPlan, new: Float[Array, "B n ..."]
+) -> Float[Array, "B S ..."]:
+    """Write the step's run of slots; what falls beyond the allocation is dropped."""
+    run = jnp.arange(new.shape[1], dtype=jnp.int32)[None]
+    return put_rows(slots, plan.first[:, None] + run, new)
 
 
 class _Group(NamedTuple):

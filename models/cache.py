@@ -30,12 +30,12 @@ class LayerCache(struct.PyTreeNode):
     """Key = value vectors of the last tokens, RoPE applied."""
     compressed: Float[Array, "B S d"] | None = None
     """Slot c pools tokens r*c .. r*c + r - 1 (and, for CSA, the slot before), RoPE applied."""
-    pending: Float[Array, "B R 2 w"] | None = None
-    """Raw compressor projections of the last tokens, float32: [kv, gate + ape]."""
+    pending: Float[Array, "B R 2 c w"] | None = None
+    """Raw compressor projections of the last tokens, float32: kv, then gate + ape. For CSA c = 2
+    (what the next slot pools, then what the own one does) and the w channels are the main
+    compressor's followed by the indexer's."""
     index_keys: IndexKeys | None = None
     """CSA only: the lightning indexer's key of each slot."""
-    index_pending: Float[Array, "B R 2 w"] | None = None
-    """CSA only: as ``pending`` for the indexer's own compressor."""
 
 
 class Cache(struct.PyTreeNode):
@@ -105,22 +105,16 @@ def init_cache(
         if not ratio:
             return LayerCache(window)
         slots = -(-max_len // ratio)
-        overlap = 2 if ratio == CSA else 1
-        ring = pooled_tokens(ratio) + max_draft
-
-        def pending(width: int) -> Array:
-            return jnp.zeros((batch, ring, 2, overlap * width), F32)
-
+        ring = (batch, pooled_tokens(ratio) + max_draft, 2)
         if ratio != CSA:
             compressed = jnp.zeros((batch, slots, cfg.head_dim), dtype)
-            return LayerCache(window, compressed, pending(cfg.head_dim))
+            return LayerCache(window, compressed, jnp.zeros((*ring, 1, cfg.head_dim), F32))
         slots += -slots % SLOT_MULTIPLE
         return LayerCache(
             window,
             jnp.zeros((batch, slots, cfg.head_dim), dtype),
-            pending(cfg.head_dim),
+            jnp.zeros((*ring, 2, cfg.head_dim + cfg.index_head_dim), F32),
             IndexKeys(jnp.zeros((batch, slots, cfg.index_head_dim), dtype)),
-            pending(cfg.index_head_dim),
         )
 
     return Cache(
@@ -194,28 +188,32 @@ def extend_ring(
     ring: Float[Array, "B R ..."], new: Float[Array, "B T ..."], plan: RingPlan
 ) -> tuple[Float[Array, "B R ..."], Float[Array, "B M ..."]]:
     """Write a step's new rows into a ring; returns the ring and the history that the step sees."""
-    new = new.astype(ring.dtype)
-    batch = jnp.arange(ring.shape[0], dtype=jnp.int32)[:, None]
-    written = _write(ring, batch, plan.write, new)
+    written = put_rows(ring, plan.write, new)
     if plan.held.shape[1] == ring.shape[1]:
         return written, written
-    return written, jnp.concatenate((ring, new), axis=1)
+    return written, jnp.concatenate((ring, new.astype(ring.dtype)), axis=1)
 
 
-def write_slots(
-    slots: Float[Array, "B S ..."], first: Int32[Array, "B"], new: Float[Array, "B n ..."]
-) -> Float[Array, "B S ..."]:
-    """Write n consecutive slots from ``first`` on; what falls outside is dropped."""
-    index = first[:, None] + jnp.arange(new.shape[1], dtype=jnp.int32)[None]
-    batch = jnp.arange(slots.shape[0], dtype=jnp.int32)[:, None]
-    return _write(slots, batch, index, new.astype(slots.dtype))
-
-
-def _write(array: Array, batch: Array, index: Array, new: Array) -> Array:
-    """Scatter rows in place, dropping those outside.
+def put_rows(
+    array: Float[Array, "B M ..."], index: Int32[Array, "B P"], rows: Float[Array, "B P ..."]
+) -> Float[Array, "B M ..."]:
+    """Scatter distinct rows in place, dropping those beyond the end.
 
     The barrier keeps XLA from fusing the write into each of its readers, which would make every
     reader write a copy of the whole cache.
     """
-    written = array.at[batch, index].set(new, mode="drop", unique_indices=True)
+    written = array.at[_batch(index), index].set(
+        rows.astype(array.dtype), mode="drop", unique_indices=True, wrap_negative_indices=False
+    )
     return jax.lax.optimization_barrier(written)
+
+
+def take_rows(
+    array: Float[Array, "B M ..."], index: Int32[Array, "B *P"]
+) -> Float[Array, "B *P ..."]:
+    """Gather each request's rows; every index must be one of its M rows."""
+    return array.at[_batch(index), index].get(mode="promise_in_bounds", wrap_negative_indices=False)
+
+
+def _batch(index: Array) -> Array:
+    return jax.lax.broadcasted_iota(jnp.int32, (index.shape[0],) + (1,) * (index.ndim - 1), 0)

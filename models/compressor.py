@@ -5,13 +5,22 @@ Source: the spec's "Compressed slots, exactly". Projections and pooling are floa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
-from models.cache import RingPlan, Step, extend_ring, history_rows, plan_ring, pooled_tokens
+from models.cache import (
+    RingPlan,
+    Step,
+    extend_ring,
+    history_rows,
+    plan_ring,
+    pooled_tokens,
+    take_rows,
+)
 from models.config import CSA, ModelConfig
 from models.layers import (
     F32,
@@ -66,30 +75,49 @@ def plan_slots(step: Step, ratio: int, max_draft: int, cfg: ModelConfig) -> Slot
 
 
 def compress(
-    p: Any,
+    compressors: Sequence[Any],
     x: Float[Array, "B T D"],
-    ring: Float[Array, "B R 2 w"],
+    ring: Float[Array, "B R 2 c w"],
     plan: SlotPlan,
     ratio: int,
     cfg: ModelConfig,
-) -> tuple[Float[Array, "B n c"], Float[Array, "B R 2 w"]]:
-    """The slots of the step's run, after norm and RoPE, and the ring of projections.
+) -> tuple[list[Float[Array, "B n d"]], Float[Array, "B R 2 c w"]]:
+    """Each compressor's slots of the step's run, after norm and RoPE, and the ring extended.
 
-    ``slot = rope(norm(sum_t softmax_t(gate_t + ape_t) * kv_t))`` per channel. For CSA the rows
-    are the slot's own four tokens with the second half of the channels and the previous slot's
-    with the first half. The row of ape is the token's index in its own slot, so it is added
-    before the projections are stored.
+    ``slot = rope(norm(sum_t softmax_t(gate_t + ape_t) * kv_t))`` per channel. For CSA (c = 2) the
+    rows are the slot's own four tokens with the second half of the channels and the previous
+    slot's with the first half. The row of ape is the token's index in its own slot, so it is added
+    before the projections are stored. A layer's compressors pool the same tokens, so their
+    channels lie side by side in one ring and are pooled together.
     """
-    gate = linear(x, p["wgate"], F32) + jnp.take(p["ape"], plan.phase, axis=0)
-    new = jnp.stack((linear(x, p["wkv"], F32), gate), axis=2)
+    widths = [p["norm"].shape[0] for p in compressors]
+
+    def halves(projected: Float[Array, "B T cw"], width: int) -> Float[Array, "B T c w"]:
+        return projected.reshape(*projected.shape[:2], -1, width)
+
+    kv, gate = [], []
+    for p, width in zip(compressors, widths, strict=True):
+        kv.append(halves(linear(x, p["wkv"], F32), width))
+        gate.append(halves(linear(x, p["wgate"], F32) + _phase_rows(p["ape"], plan), width))
+    new = jnp.stack((jnp.concatenate(kv, -1), jnp.concatenate(gate, -1)), axis=2)
     ring, history = extend_ring(ring, new, plan.ring)
-    rows = jax.vmap(lambda held, i: held[i])(history, plan.rows)
+    rows = take_rows(history, plan.rows)
     if ratio == CSA:
-        half = rows.shape[-1] // 2
-        previous, own = rows[:, :, :ratio, :, :half], rows[:, :, ratio:, :, half:]
-        rows = jnp.concatenate((previous, own), axis=2)
-    kv, gate = rows[..., 0, :], rows[..., 1, :]
-    gate = jnp.where(plan.exists[..., None], gate, -jnp.inf)
-    content = jnp.sum(jax.nn.softmax(gate, axis=2) * kv, axis=2).astype(x.dtype)
-    rotation = plan.rotations[content.shape[-1]]
-    return apply_rope(rms_norm(content, p["norm"], cfg.rms_norm_eps), rotation), ring
+        rows = jnp.concatenate((rows[:, :, :ratio, :, 0], rows[:, :, ratio:, :, 1]), axis=2)
+    else:
+        rows = rows[..., 0, :]
+    weight = jnp.where(plan.exists[..., None], rows[..., 1, :], -jnp.inf)
+    weight = jnp.exp(weight - jnp.max(weight, axis=2, keepdims=True))
+    content = jnp.sum(weight * rows[..., 0, :], axis=2) / jnp.sum(weight, axis=2)
+
+    slots, begin = [], 0
+    for p, width in zip(compressors, widths, strict=True):
+        own = content[..., begin : begin + width].astype(x.dtype)
+        own = rms_norm(own, p["norm"], cfg.rms_norm_eps)
+        slots.append(apply_rope(own, plan.rotations[width]))
+        begin += width
+    return slots, ring
+
+
+def _phase_rows(ape: Float[Array, "r cw"], plan: SlotPlan) -> Float[Array, "B T cw"]:
+    return ape.at[plan.phase].get(mode="promise_in_bounds", wrap_negative_indices=False)

@@ -24,23 +24,27 @@ class Mixing(NamedTuple):
     """``comb[i, j]``: how much of old stream i goes to new stream j; doubly stochastic."""
 
 
-def _raw_mix(p: Any, streams: Float[Array, "B T m D"], cfg: ModelConfig) -> Float[Array, "B T r"]:
+def _affine_mix(
+    p: Any, streams: Float[Array, "B T m D"], counts: tuple[int, ...], cfg: ModelConfig
+) -> Float[Array, "B T r"]:
+    """``(fn . flatten(x)) rsqrt(mean(flatten(x)^2) + eps) * scale + base``.
+
+    Scale number i serves the next ``counts[i]`` rows.
+    """
     flat = streams.reshape(*streams.shape[:2], -1).astype(F32)
-    return linear(flat, p["fn"]) * mean_square_scale(flat, cfg.rms_norm_eps)
-
-
-def _row(vector: Float[Array, "r"]) -> Float[Array, "1 1 r"]:
-    return vector[None, None, :]
+    mix = linear(flat, p["fn"]) * mean_square_scale(flat, cfg.rms_norm_eps)
+    scale = jnp.concatenate([jnp.broadcast_to(p["scale"][i], (n,)) for i, n in enumerate(counts)])
+    return mix * scale[None, None] + p["base"][None, None]
 
 
 def mixing(p: Any, streams: Float[Array, "B T m D"], cfg: ModelConfig) -> Mixing:
     """Read and write weights of a sublayer from the streams themselves."""
     m = cfg.hc_mult
-    mix, base, scale = _raw_mix(p, streams, cfg), p["base"], p["scale"]
-    pre = jax.nn.sigmoid(mix[..., :m] * scale[0] + _row(base[:m])) + cfg.hc_eps
-    post = 2 * jax.nn.sigmoid(mix[..., m : 2 * m] * scale[1] + _row(base[m : 2 * m]))
-    logits = (mix[..., 2 * m :] * scale[2] + _row(base[2 * m :])).reshape(*mix.shape[:2], m, m)
-    return Mixing(pre, post, sinkhorn(logits, cfg.hc_sinkhorn_iters, cfg.hc_eps))
+    mix = _affine_mix(p, streams, (m, m, m * m), cfg)
+    gates = jax.lax.logistic(mix[..., : 2 * m])
+    logits = mix[..., 2 * m :].reshape(*mix.shape[:2], m, m)
+    comb = sinkhorn(logits, cfg.hc_sinkhorn_iters, cfg.hc_eps)
+    return Mixing(gates[..., :m] + cfg.hc_eps, 2 * gates[..., m:], comb)
 
 
 def sinkhorn(
@@ -51,7 +55,8 @@ def sinkhorn(
     A softmax over rows, plus eps, and one column normalisation, then ``iterations - 1`` rounds of
     row and column normalisation, each dividing by (sum + eps).
     """
-    matrix = jax.nn.softmax(logits, axis=-1) + eps
+    matrix = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
+    matrix = matrix / jnp.sum(matrix, axis=-1, keepdims=True) + eps
     matrix = matrix / (jnp.sum(matrix, axis=-2, keepdims=True) + eps)
 
     def round_(_: Any, matrix: Array) -> Array:
@@ -79,6 +84,5 @@ def write_streams(
 
 def head_read(p: Any, streams: Float[Array, "B T m D"], cfg: ModelConfig) -> Float[Array, "B T D"]:
     """The streams' last reading, before the final norm: sigmoid weights alone, one scale."""
-    mix = _raw_mix(p, streams, cfg)
-    pre = jax.nn.sigmoid(mix * p["scale"][0] + _row(p["base"])) + cfg.hc_eps
+    pre = jax.lax.logistic(_affine_mix(p, streams, (cfg.hc_mult,), cfg)) + cfg.hc_eps
     return read_streams(streams, pre)

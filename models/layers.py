@@ -30,7 +30,9 @@ def linear(
 def mean_square_scale(x: Float[Array, "... c"], eps: float) -> Float[Array, "... 1"]:
     """``(mean(x^2) + eps)^-1/2`` over the last axis, in float32."""
     x = x.astype(F32)
-    return jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+    # A product instead of a mean of squares: one operation to compile where there were five.
+    square = jnp.einsum("...c,...c->...", x, x)[..., None]
+    return jax.lax.rsqrt(square * (1 / x.shape[-1]) + eps)
 
 
 def rms_norm(

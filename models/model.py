@@ -5,6 +5,7 @@ Source: the spec's "Block" and "MTP" headings.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -145,6 +146,8 @@ def mtp_forward(
     )
 
 
+# Its own jit: layers of one kind are traced and lowered once, not once each.
+@partial(jax.jit, static_argnames=("ratio", "cfg", "selector"))
 def block(
     p: Any,
     streams: Float[Array, "B T m D"],

@@ -49,7 +49,10 @@ def _gathered_experts(
     limit: float,
 ) -> Float[Array, "N D"]:
     """Few tokens: fetch each chosen expert's matrices and multiply."""
-    w1, w2, w3 = (p[name][experts] for name in ("w1", "w2", "w3"))
+    w1, w2, w3 = (
+        p[name].at[experts].get(mode="promise_in_bounds", wrap_negative_indices=False)
+        for name in ("w1", "w2", "w3")
+    )
     gate = jnp.einsum("nkid,nd->nki", w1, x, preferred_element_type=F32)
     up = jnp.einsum("nkid,nd->nki", w3, x, preferred_element_type=F32)
     hidden = (weights[..., None] * _swiglu(gate, up, limit)).astype(x.dtype)
