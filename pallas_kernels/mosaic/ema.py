@@ -50,7 +50,8 @@ def ema_scatter_mosaic(
                 seen = old.astype(jnp.float32)
                 seen = jnp.where(seen == -jnp.inf, 0.0, seen)
                 new = decay * seen + (1 - decay) * score
-                lanes.scatter(table, at, new.astype(old.dtype), observed, layout)
+                values = [(table, new.astype(old.dtype))]
+                lanes.scatter(values, at, observed, layout, fence="none")
 
         # The padding of a selection is at its end: nothing to do from a first block of -1.
         pl.when(ids_ref[row, tile * TILE // block_size] >= 0)(update)

@@ -80,33 +80,56 @@ def gather(
     return load(ref, index)
 
 
-def scatter(ref: Any, index: jax.Array, values: jax.Array, where: jax.Array, layout: Any) -> None:
-    """``ref[index] = values`` for the elements of ``where``; indices are distinct.
+def gather_row(ref: Any, layout: Any, padded: int) -> jax.Array:
+    """A one-dimensional reference from its start; what lies beyond its end is arbitrary.
 
-    The warpgroup waits before and after, so that earlier reads and later ones of shared memory
-    are in order.
+    ``ref`` must be the row of a matrix: a length of whole 16 bytes aligns it for wide loads.
+    """
+    [length] = ref.shape
+    index = iota(padded, layout)
+    if length % 4:
+        return gather(ref, jnp.minimum(index, length - 1), layout)
+    return gather(ref, jnp.minimum(index, length - 4 + index % 4), layout, consecutive=4)
+
+
+def scatter(
+    targets: list[tuple[Any, jax.Array]],
+    index: jax.Array,
+    where: jax.Array,
+    layout: Any,
+    *,
+    fence: Literal["both", "after", "none"] = "both",
+) -> None:
+    """``ref[index] = values`` of every target, for the elements of ``where``; indices are distinct.
+
+    The warpgroup meets before, so that earlier reads of shared memory are done, and after, so that
+    later ones see the values, unless the caller knows better.
     """
     if interpreted():
-        at = jnp.where(where, index, ref.shape[0])
-        ref[...] = ref[...].at[at].set(values, mode="drop")
+        for ref, values in targets:
+            at = jnp.where(where, index, ref.shape[0])
+            ref[...] = ref[...].at[at].set(values, mode="drop")
         return
+    refs, arrays = zip(*targets, strict=True)
+    types = [(plgpu.RefType(),) * len(refs), (layout,) * len(refs), layout, layout]
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout, layout))
-    def store(_, target, index, values, where):
-        mgpu.utils.warpgroup_barrier()
+    @plgpu.inline_mgpu(arg_types=types)
+    def store(_, refs, arrays, index, where):
+        if fence == "both":
+            mgpu.utils.warpgroup_barrier()
         for at, indices in _each(index.registers):
-            lanes = zip(
-                _lanes(indices), _lanes(values.registers[at]), _lanes(where.registers[at]),
-                strict=True,
-            )  # fmt: skip
-            for slot, value, wanted in lanes:
+            columns = [_lanes(x.registers[at]) for x in (where, *arrays)]
+            for slot, wanted, *values in zip(_lanes(indices), *columns, strict=True):
                 branch = scf.IfOp(wanted)
                 with ir.InsertionPoint(branch.then_block):
-                    memref.store(value, target, [arith.index_cast(ir.IndexType.get(), slot)])
+                    to = arith.index_cast(ir.IndexType.get(), slot)
+                    for ref, value in zip(refs, values, strict=True):
+                        memref.store(value, ref, [to])
                     scf.YieldOp([])
-        mgpu.utils.warpgroup_barrier()
+        if fence != "none":
+            mgpu.utils.warpgroup_barrier()
 
-    store(ref, index, values, where)
+    store(refs, arrays, index, where)
 
 
 def reduce(

@@ -116,8 +116,6 @@ def _score(
             def _(at):
                 fetch(first + at, block_at(first + at))
 
-            for row in range(rows):
-                plgpu.copy_gmem_to_smem(q_ref.at[request, row], queries.at[row], ready)
             weights = [
                 plgpu.load(w_ref.at[request, row], layout=column_layout, optimized=False)
                 for row in range(rows)
@@ -158,7 +156,10 @@ def _score(
             lanes.meet()
             store_maxima(live - 1)
 
+        for row in range(rows):
+            plgpu.copy_gmem_to_smem(q_ref.at[request, row], queries.at[row], ready)
         live = count_live()
+        pl.when(live == 0)(lambda: plgpu.barrier_wait(ready))
         pl.when(live > 0)(lambda: score(live))
         nothing = plgpu.layout_cast(jnp.full((BLOCK,), -jnp.inf), row_layout)
 

@@ -90,16 +90,15 @@ def choose_blocks_mosaic(
 
     def body(pooled_ref, num_ref, budget_ref, explore_ref, priority_ref, ids_ref, count_ref, warps):
         row = jax.lax.axis_index("row")
+        priorities = lanes.gather_row(priority_ref.at[row], layout, padded)  # early: used late
         active = (num_ref[row] + block_size - 1) // block_size
         count = jnp.minimum(budget_ref[row], active)
         drawn = jnp.minimum(explore_ref[row], count)
         block = lanes.iota(padded, layout)
         visible = block < active
-        at = jnp.minimum(block, jnp.maximum(active - 1, 0))
         forced = visible & ((block == 0) | (block == active - 1))
 
-        priorities = lanes.gather(priority_ref.at[row], at, layout)  # early: it is used late
-        keys = ordered_keys(lanes.gather(pooled_ref.at[row], at, layout))
+        keys = ordered_keys(lanes.gather_row(pooled_ref.at[row], layout, padded))
         free = visible & ~forced
         keys = jnp.where(free, jnp.maximum(keys, NEVER + 1), NEVER)
         wanted = count - drawn - jnp.minimum(active, 2)
@@ -117,9 +116,11 @@ def choose_blocks_mosaic(
 
         places, _ = lanes.prefix_sum(selected.astype(jnp.int32), warps.at[2])
         ids_row = ids_ref.at[row]
-        lanes.scatter(ids_row, places, block, selected & (places < capacity), layout)
+        fits = selected & (places < capacity)
+        lanes.scatter([(ids_row, block)], places, fits, layout, fence="none")
         nothing = plgpu.layout_cast(jnp.full((padded,), -1, jnp.int32), layout)
-        lanes.scatter(ids_row, block, nothing, (block >= count) & (block < capacity), layout)
+        rest = (block >= count) & (block < capacity)
+        lanes.scatter([(ids_row, nothing)], block, rest, layout, fence="none")
         count_ref[row] = count
 
     kernel = mosaic_kernel(

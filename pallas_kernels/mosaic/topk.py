@@ -101,7 +101,7 @@ def top_k_slots_mosaic(
                 block = lanes.gather(ids_ref, slots // block_size, layout)
                 slots = block * block_size + slots % block_size
             slots = jnp.where(place < kept, slots, -1)
-            lanes.scatter(out_ref.at[row], place, slots, place < k, layout)
+            lanes.scatter([(out_ref.at[row], slots)], place, place < k, layout, fence="none")
 
     barrier = plgpu.Barrier(num_arrivals=WARPGROUPS)
     ints = lambda *shape: plgpu.SMEM(shape, jnp.int32)  # noqa: E731
@@ -139,7 +139,7 @@ def _list_groups(maxima: Any, num_groups: int, k: int, groups: Any, warps: Any):
     padded = lanes.padded(num_groups)
     layout = lanes.blocked(padded)
     index = lanes.iota(padded, layout)
-    values = lanes.gather(maxima, jnp.minimum(index, num_groups - 1), layout)
+    values = lanes.gather_row(maxima, layout, padded)
     keys = jnp.where(index < num_groups, ordered_keys(values), NEVER)
     lowest = jnp.int32(NEVER + 1)
     highest = jnp.maximum(lanes.reduce("max", keys, layout, warps.at[2]), lowest)
@@ -147,7 +147,7 @@ def _list_groups(maxima: Any, num_groups: int, k: int, groups: Any, warps: Any):
     bound = lanes.find_kth(at_least, layout, k, lowest, highest, warps)
     wanted = keys >= bound
     places, count = lanes.prefix_sum(wanted.astype(jnp.int32), warps.at[2])
-    lanes.scatter(groups, places, index, wanted, layout)
+    lanes.scatter([(groups, index)], places, wanted, layout)
     return bound, count
 
 
@@ -200,8 +200,8 @@ def _stream(
         used, threshold = jax.lax.cond(full, prune, lambda *state: state, used, threshold)
         wanted = (keys >= threshold) & ~last
         places, count = lanes.prefix_sum(wanted.astype(jnp.int32), buffer.warps.at[2])
-        lanes.scatter(buffer.keys, used + places, keys, wanted, layout)
-        lanes.scatter(buffer.positions, used + places, positions, wanted, layout)
+        found = [(buffer.keys, keys), (buffer.positions, positions)]
+        lanes.scatter(found, used + places, wanted, layout, fence="after")
         return *following, used + count, threshold
 
     state = (*load(jnp.minimum(first, final)), jnp.int32(0), bound)
@@ -227,8 +227,9 @@ class _Buffer:
         @pl.loop(0, (used + TILE - 1) // TILE)
         def _(tile):
             at = tile * TILE + lanes.iota(TILE, layout)
-            for mine, its in ((self.keys, other.keys), (self.positions, other.positions)):
-                lanes.scatter(its, offset + at, self.load(mine, tile), at < used, layout)
+            mine = [self.load(self.keys, tile), self.load(self.positions, tile)]
+            copied = list(zip([other.keys, other.positions], mine, strict=True))
+            lanes.scatter(copied, offset + at, at < used, layout, fence="after")
 
     def prune(self, used: jax.Array, threshold: jax.Array, lowest: jax.Array):
         """Keeps the K highest of keys that are at least ``lowest``.
@@ -265,8 +266,8 @@ class _Buffer:
             wanted = (keys > kth) | (tie & (rank < ties))
             places, count = lanes.prefix_sum(wanted.astype(jnp.int32), self.warps.at[2])
             # In place: a tile is read before it is written, and only moves down.
-            lanes.scatter(self.keys, kept + places, keys, wanted, layout)
-            lanes.scatter(self.positions, kept + places, positions, wanted, layout)
+            found = [(self.keys, keys), (self.positions, positions)]
+            lanes.scatter(found, kept + places, wanted, layout)
             return kept + count, ties - jnp.minimum(tied, ties)
 
         kept, _ = jax.lax.fori_loop(0, tiles, compact, (jnp.int32(0), ties))
