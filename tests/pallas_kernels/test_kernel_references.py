@@ -1,19 +1,14 @@
 """The plain references against numpy loops."""
 
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
+import kernel_brute_force as brute_force
 import ml_dtypes
 import numpy as np
 import pytest
+from kernel_cases import adversarial_scores, ascending_blocks, selection_case
 
 import pallas_kernels
-
-sys.path.insert(0, str(Path(__file__).parent))
-import brute_force
-from cases import adversarial_scores, ascending_blocks
 
 
 @pytest.mark.parametrize("blocks", ["all", "some"])
@@ -75,21 +70,6 @@ def test_top_k_slots_maps_positions_to_slots_of_blocks():
             assert got[b, r].tolist() == expected
 
 
-def selection_case(rng, slots, block, ties):
-    num_blocks = -(-slots // block)
-    draw = rng.integers(-3, 3, (2, slots)) if ties else rng.normal(size=(2, slots))
-    V, D_rev = draw.astype(np.float32)
-    V[rng.random(slots) < 0.2] = -np.inf
-    D_rev[rng.random(slots) < 0.2] = -np.inf
-    N = int(rng.integers(0, slots + 1))
-    active = -(-N // block)
-    forced = min(active, 2)
-    budget = int(rng.integers(forced, active + 1))
-    explore = int(rng.integers(0, budget - forced + 1))
-    priority = rng.integers(0, 4 if ties else 2**32, num_blocks, dtype=np.uint32)
-    return V, D_rev, N, budget, explore, priority
-
-
 @pytest.mark.parametrize("slots,block", [(96, 8), (90, 16), (17, 1)])
 def test_select_blocks(slots, block):
     rng = np.random.default_rng(slots)
@@ -139,17 +119,10 @@ def test_ema_scatter(slots, block, dtype):
             np.testing.assert_allclose(after, theirs, atol=tolerance)
 
 
-def test_operations_work_under_vmap_and_scan():
+def test_references_work_under_vmap_and_scan():
     rng = np.random.default_rng(5)
     scores = jnp.asarray(rng.normal(size=(3, 2, 64)), jnp.float32)
     mapped = jax.vmap(lambda s: pallas_kernels.top_k_slots(s, 5))(scores)
     _, scanned = jax.lax.scan(lambda c, s: (c, pallas_kernels.top_k_slots(s, 5)), 0, scores)
     np.testing.assert_array_equal(mapped, scanned)
     np.testing.assert_array_equal(mapped[1], pallas_kernels.top_k_slots(scores[1], 5))
-
-
-def test_a_named_implementation_that_cannot_run_says_why():
-    with pytest.raises(ValueError, match="'mosaic' cannot run: .*use implementation=None"):
-        pallas_kernels.top_k_slots(jnp.zeros((1, 64)), 4, implementation="mosaic")
-    with pytest.raises(ValueError, match="implementation='triton' is unknown"):
-        pallas_kernels.top_k_slots(jnp.zeros((1, 64)), 4, implementation="triton")  # pyright: ignore

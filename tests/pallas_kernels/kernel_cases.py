@@ -46,3 +46,19 @@ def ascending_blocks(rng, num_blocks, count, capacity):
     ids = np.full(capacity, -1, np.int32)
     ids[:count] = np.sort(rng.choice(num_blocks, count, replace=False))
     return ids
+
+
+def selection_case(rng, slots, block, ties):
+    """One request's arguments of select_blocks."""
+    num_blocks = -(-slots // block)
+    draw = rng.integers(-3, 3, (2, slots)) if ties else rng.normal(size=(2, slots))
+    V, D_rev = draw.astype(np.float32)
+    V[rng.random(slots) < 0.2] = -np.inf
+    D_rev[rng.random(slots) < 0.2] = -np.inf
+    N = int(rng.integers(0, slots + 1))
+    active = -(-N // block)
+    forced = min(active, 2)
+    budget = int(rng.integers(forced, active + 1))
+    explore = int(rng.integers(0, budget - forced + 1))
+    priority = rng.integers(0, 4 if ties else 2**32, num_blocks, dtype=np.uint32)
+    return V, D_rev, N, budget, explore, priority

@@ -1,0 +1,352 @@
+"""Times block selection, scoring, top-K and the EMA update: ours, XLA's and PyTorch's.
+
+``python scripts/bench.py kernels`` on a GPU prints a table and one JSON line, and writes it to
+``results/kernels_h200.json``. Stages are kernel durations from the profiler; a total is a whole
+step, timed in a loop inside one jit, whose position differs from step to step and whose V and D are
+carried. Random priorities are an input. Everything that is timed is first checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import functools
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import bench_timing
+import jax
+import jax.numpy as jnp
+
+import pallas_kernels as ops
+
+BLOCK, HEADS, WIDTH = 64, 64, 128
+EXPLORATION, DECAY = 0.05, 0.5
+REPEATS = 5
+
+
+class Inputs(NamedTuple):
+    """A step's inputs: everything but V, D and the position."""
+
+    q: Any
+    w: Any
+    keys: Any
+    scales: Any
+    num_slots: Any
+    budget: Any
+    explore: Any
+    priority: Any
+
+
+def budget_of(live: int, sparsity: float, top_k: int) -> int:
+    blocks = -(-live // BLOCK)
+    kept = -(-(1000 - round(sparsity * 1000)) * blocks // 1000)
+    return min(blocks, max(-(-top_k // BLOCK), kept))
+
+
+def make_inputs(args, batch: int, slots: int, fp8: bool, sparsity: float, live: int | None = None):
+    """Fresh random inputs, V and D."""
+    live = live or slots
+    keys = iter(jax.random.split(jax.random.key(int.from_bytes(os.urandom(4), "big") >> 1), 8))
+    dtype = jnp.float8_e4m3fn if fp8 else jnp.bfloat16
+
+    def normal(*shape, dtype=jnp.float32):
+        make = jax.jit(lambda k: jax.random.normal(k, shape, jnp.bfloat16).astype(dtype))
+        return make(next(keys))
+
+    m = budget_of(live, sparsity, args.top_k)
+    inputs = Inputs(
+        normal(batch, 1, HEADS, WIDTH, dtype=dtype),
+        normal(batch, 1, HEADS) * 0.1,
+        normal(batch, slots, WIDTH, dtype=dtype),
+        jnp.exp2(jnp.round(normal(batch, slots))) if fp8 else None,
+        jnp.full(batch, live, jnp.int32),
+        jnp.full(batch, m, jnp.int32),
+        jnp.full(batch, int(EXPLORATION * m), jnp.int32),
+        jax.random.bits(next(keys), (batch, slots // BLOCK), jnp.uint32),
+    )
+    return inputs, normal(batch, slots), normal(batch, slots)
+
+
+def xla_top_k(scores, block_ids, top_k):
+    """The strongest plain baseline: ``lax.top_k``, unsorted by slot."""
+    _, at = jax.lax.top_k(scores, top_k)
+    if block_ids is None:
+        return at
+    return jnp.take_along_axis(block_ids, at // BLOCK, axis=1) * BLOCK + at % BLOCK
+
+
+def all_keep_step(i, chosen, x: Inputs, *, impl: Any, top_k: int):
+    """Scores every visible slot and takes the K highest."""
+    del chosen
+    _, score, choose, _ = stages(impl, top_k, 0)
+    scores, block_max = score(x._replace(num_slots=x.num_slots - i % 8), None)
+    return choose(scores, None, block_max)
+
+
+def spin_step(i, state, x: Inputs, *, impl: Any, top_k: int, capacity: int):
+    """Selects blocks, scores them, takes the K highest and updates V and D."""
+    V, D_rev, _ = state
+    x = x._replace(num_slots=x.num_slots - i % 8)
+    select, score, choose, ema = stages(impl, top_k, capacity)
+    ids, _ = select(V, D_rev, x)
+    scores, block_max = score(x, ids)
+    return *ema(V, D_rev, scores, ids, x), choose(scores, ids, block_max)
+
+
+def total(args, impl: Any, batch, slots, fp8, sparsity, *, live=None, capacity=None, unroll=1):
+    """What to compile and run for one total: a loop, and a function that makes its inputs."""
+    iterations = 32 if impl != "xla" else 8
+    if sparsity == 0:
+        step = functools.partial(all_keep_step, impl=impl, top_k=args.top_k)
+    else:
+        capacity = capacity or budget_of(live or slots, sparsity, args.top_k)
+        step = functools.partial(spin_step, impl=impl, top_k=args.top_k, capacity=capacity)
+
+    def prepare(sparsity=sparsity):
+        x, V, D_rev = make_inputs(args, batch, slots, fp8, sparsity, live)
+        chosen = jnp.zeros((batch, min(args.top_k, slots)), jnp.int32)
+        return (chosen if sparsity == 0 else (V, D_rev, chosen)), (x,)
+
+    shapes = jax.eval_shape(prepare)
+    build = functools.partial(
+        bench_timing.lower_loop, step, *shapes, iterations=iterations, unroll=unroll
+    )
+
+    def run(loop, **changes):
+        return bench_timing.time_loop(
+            loop, *prepare(**changes), iterations=iterations, repeats=REPEATS
+        )
+
+    return build, run
+
+
+def check_stages(args, x: Inputs, V, D_rev, ids, scores, block_max) -> dict[str, Any]:
+    """Compares the kernels with float32 and the references on the inputs that are timed."""
+    some = slice(0, 2)
+    exact = jnp.einsum(
+        "bnx,bsx->bns", x.q[some, 0].astype(jnp.float32), x.keys[some].astype(jnp.float32),
+        precision=jax.lax.Precision.HIGHEST,
+    )  # fmt: skip
+    exact = jnp.sum(jax.nn.relu(exact) * x.w[some, 0, :, None], axis=1)
+    exact = exact if x.scales is None else exact * x.scales[some]
+    error = jnp.linalg.norm(scores[some, 0] - exact) / jnp.linalg.norm(exact)
+    named = {}
+    for impl in ("mosaic", "xla"):
+        select, _, top_k, ema = stages(impl, args.top_k, ids.shape[1])
+        chosen = top_k(scores, None, block_max)
+        updated = ema(V, D_rev, scores[..., : ids.shape[1] * BLOCK], ids, x)
+        named[impl] = (jnp.sort(chosen, axis=-1), *select(V, D_rev, x), *updated)
+    same = [bool(jnp.allclose(a, b, atol=1e-6)) for a, b in zip(*named.values(), strict=True)]
+    if not (float(error) < 1e-3 and all(same)):
+        raise AssertionError(f"kernels and references differ: score error {error}, equal {same}")
+    return {"score_error": float(error), "top_k_select_ema_equal": True}
+
+
+def stage_rows(args, batch: int, slots: int, fp8: bool, sparsity: float):
+    """Profiled durations of each stage on one set of inputs: ours, and XLA's for bf16 keys."""
+    x, V, D_rev = make_inputs(args, batch, slots, fp8, sparsity)
+    m = budget_of(slots, sparsity, args.top_k)
+    label = functools.partial(_row, keys=fp8, sparsity=sparsity, batch=batch, slots=slots)
+    timer, rows, checks = bench_timing.time_kernels, [], {}
+    for impl in ("mosaic",) if fp8 else ("mosaic", "xla"):
+        select, score, top_k, ema = stages(impl, args.top_k, m)
+        ids = jax.jit(select)(V, D_rev, x)[0] if sparsity else None
+        scores, block_max = jax.jit(score)(x, ids)
+        rows.append(label("score", impl, us=timer(score, x, ids)))
+        if not fp8:  # the other stages do not see the keys
+            rows.append(label("top_k", impl, us=timer(top_k, scores, ids, block_max)))
+        if sparsity and not fp8:
+            rows.append(label("select", impl, us=timer(select, V, D_rev, x)))
+            # The profiled call keeps its operands, so it copies V and D first: not the kernel's.
+            copies = timer(lambda V, D: (jnp.copy(V), jnp.copy(D)), V, D_rev)
+            us = timer(ema, V, D_rev, scores, ids, x)
+            rows.append(label("ema", impl, us=us - copies))
+        if sparsity and impl == "mosaic":
+            full = jax.jit(score)(x, None)
+            checks = check_stages(args, x, V, D_rev, ids, *full)
+    return rows, checks
+
+
+def stages(impl: Any, k: int, capacity: int):
+    """The four operations of a step as functions of arrays."""
+
+    def select(V, D_rev, x):
+        return ops.select_blocks(
+            V, D_rev, x.num_slots, x.budget, x.explore, x.priority,
+            block_size=BLOCK, capacity=capacity, implementation=impl,
+        )  # fmt: skip
+
+    def score(x, ids):
+        return ops.index_scores(
+            x.q, x.w, x.keys, x.num_slots[:, None], block_ids=ids, key_scales=x.scales,
+            implementation=impl,
+        )  # fmt: skip
+
+    def top_k(scores, ids, block_max):
+        if impl == "xla":
+            return xla_top_k(scores[:, 0], ids, k)
+        return ops.top_k_slots(
+            scores[:, 0], k, block_ids=ids, block_max=block_max[:, 0], implementation=impl
+        )
+
+    def ema(V, D_rev, scores, ids, x):
+        return ops.ema_scatter(
+            V, D_rev, scores[:, 0], ids, x.num_slots,
+            block_size=BLOCK, decay=DECAY, implementation=impl,
+        )  # fmt: skip
+
+    return select, score, top_k, ema
+
+
+def _row(stage, impl, *, keys, sparsity, batch, slots, us, **more):
+    impl = "pallas" if impl == "mosaic" else impl
+    return {"stage": stage, "impl": impl, "keys": "fp8" if keys else "bf16", "sparsity": sparsity,
+            "batch": batch, "slots": slots, "us": round(us, 1), **more}  # fmt: skip
+
+
+def run_totals(specs: list[tuple[dict[str, Any], Any, Any, list[dict[str, Any]]]]):
+    """Compiles everything on several threads, then times one after the other."""
+    lowered = [build() for _, build, _, _ in specs]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        loops = list(pool.map(lambda one: one.compile(), lowered))
+    rows = []
+    for (labels, _, run, variants), loop in zip(specs, loops, strict=True):
+        for changes in variants:
+            rows.append(_row("total", us=run(loop, **changes), **{**labels, **changes}))
+    return rows
+
+
+def spec(args, impl, batch, slots, fp8, sparsity, variants=({},), **options):
+    labels = dict(impl=impl, keys=fp8, sparsity=sparsity, batch=batch, slots=slots)
+    if options.get("live"):
+        labels["live_slots"] = options["live"]
+    return labels, *total(args, impl, batch, slots, fp8, sparsity, **options), list(variants)
+
+
+def floors() -> dict[str, float]:
+    """What the card's memory does: reading alone, and reading and writing."""
+    x = jnp.ones((2**29,), jnp.float32)
+    reading = bench_timing.time_kernels(jnp.max, x)
+    copying = bench_timing.time_kernels(lambda x: x + 1, x)
+    gigabytes = x.nbytes / 1e3
+    return {"read_tb_s": gigabytes / reading / 1e3, "copy_tb_s": 2 * gigabytes / copying / 1e3}
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="bench.py kernels", description=__doc__)
+    parser.add_argument("--batches", type=int, nargs="+", default=[32, 1])
+    parser.add_argument("--slots", type=int, default=131072)
+    parser.add_argument("--top-k", type=int, default=512)
+    parser.add_argument("--grid-batches", type=int, nargs="*", default=[1, 8, 32, 96])
+    parser.add_argument("--grid-slots", type=int, nargs="*", default=[8192, 32768, 131072, 262144])
+    parser.add_argument("--no-torch", action="store_true")
+    parser.add_argument("--out", type=Path, default=Path("results/kernels_h200.json"))
+    args = parser.parse_args(argv)
+    torch = None if args.no_torch else torch_rows(args)
+    if jax.default_backend() != "gpu":
+        sys.exit(f"bench.py kernels needs a GPU; JAX's default backend is {jax.default_backend()}")
+
+    report: dict[str, Any] = {"rows": list(torch["rows"]) if torch else [], "floors": floors()}
+    for batch in args.batches:
+        for fp8 in (False, True):
+            for sparsity in (0.0, 0.4):
+                rows, checks = stage_rows(args, batch, args.slots, fp8, sparsity)
+                report["rows"] += show(rows)
+                report.setdefault("checks", []).append({"batch": batch, "fp8": fp8} | checks)
+    headline = [
+        spec(args, impl, batch, args.slots, fp8, sparsity, unroll=4 if impl == "mosaic" else 1)
+        for batch in args.batches for fp8 in (False, True) for sparsity in (0.0, 0.4, 0.5)
+        for impl in (("mosaic", "xla") if not fp8 or not sparsity else ("mosaic",))
+    ]  # fmt: skip
+    report["rows"] += show(run_totals(headline))
+    grid = []
+    for batch in args.grid_batches:
+        for slots in args.grid_slots:
+            capacity = budget_of(slots, 0.2, args.top_k)
+            grid.append(spec(args, "mosaic", batch, slots, False, 0.0))
+            variants = [{"sparsity": s} for s in (0.2, 0.3, 0.4, 0.5)]
+            grid.append(spec(args, "mosaic", batch, slots, False, 0.2, variants, capacity=capacity))
+    if args.grid_slots:
+        window, live = max(args.grid_slots), 2048
+        for slots in (window, live):
+            grid.append(spec(args, "mosaic", 32, slots, False, 0.0, live=live))
+            grid.append(spec(args, "mosaic", 32, slots, False, 0.4, live=live))
+    report["rows"] += show(run_totals(grid))
+    report["summary"] = summary(args, report["rows"])
+    device = jax.devices()[0]
+    report |= {
+        "hardware": device.device_kind,
+        "versions": {"jax": jax.__version__, "python": sys.version.split()[0],
+                     "torch": torch["torch"] if torch else None},
+        "commit": os.environ.get("SPIN_JAX_COMMIT") or git_commit(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": " ".join(["python scripts/bench.py kernels", *argv]),
+        "settings": {"top_k": args.top_k, "heads": HEADS, "width": WIDTH, "block": BLOCK,
+                     "exploration": EXPLORATION},
+    }  # fmt: skip
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps({k: v for k, v in report.items() if k != "rows"}))
+
+
+def summary(args, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Ratios of totals at the headline size, and from how many slots SPIN 40% pays."""
+    totals = {
+        tuple(r[name] for name in ("impl", "keys", "sparsity", "batch", "slots")): r["us"]
+        for r in reversed(rows)  # the headline comes before the grid
+        if r["stage"] == "total" and "live_slots" not in r
+    }
+
+    def ratio(above, below):
+        return round(totals[above] / totals[below], 3) if {above, below} <= set(totals) else None
+
+    result: dict[str, Any] = {}
+    for batch in args.batches:
+        for keys in ("bf16", "fp8"):
+            at = lambda impl, s, b=batch, k=keys: (impl, k, s, b, args.slots)  # noqa: E731
+            result[f"batch {batch}, {keys}"] = {
+                "all_keep_us": totals.get(at("pallas", 0.0)),
+                "all_keep_over_spin_40": ratio(at("pallas", 0.0), at("pallas", 0.4)),
+                "all_keep_over_spin_50": ratio(at("pallas", 0.0), at("pallas", 0.5)),
+                "xla_all_keep_over_spin_40": ratio(at("xla", 0.0), at("pallas", 0.4)),
+            }
+    for batch in args.grid_batches:
+        gains = {s: ratio(("pallas", "bf16", 0.0, batch, s), ("pallas", "bf16", 0.4, batch, s))
+                 for s in args.grid_slots}  # fmt: skip
+        pays = [s for s, gain in gains.items() if gain and gain > 1]
+        result[f"batch {batch}: SPIN 40% pays from slots"] = min(pays, default=None)
+    return result
+
+
+def torch_rows(args) -> dict[str, Any] | None:
+    """PyTorch's rows, from a process of its own; None where it is not installed."""
+    command = [sys.executable, str(Path(__file__).with_name("bench_torch.py")),
+               json.dumps(args.batches), str(args.slots), str(args.top_k)]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    if done.returncode:
+        print("no PyTorch rows:", done.stderr.strip().splitlines()[-1:])
+        return None
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def git_commit() -> str:
+    command = ["git", "rev-parse", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def show(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    for r in rows:
+        live = f" ({r['live_slots']} live)" if "live_slots" in r else ""
+        size = f"sparsity {r['sparsity']:.1f} batch {r['batch']:3} slots {r['slots']:7}{live}"
+        print(f"{r['stage']:7} {r['impl']:7} {r['keys']:5} {size} {r['us']:9.1f} us", flush=True)
+    return rows
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,69 @@
+"""Which implementation runs, and what a named one says when it cannot."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import pallas_kernels
+from pallas_kernels import compat
+
+needs_mosaic = pytest.mark.skipif(
+    not compat.HAS_MOSAIC, reason="Mosaic GPU kernels need jax 0.11, which needs Python 3.12"
+)
+
+
+def test_a_named_kernel_says_why_it_cannot_run():
+    with pytest.raises(ValueError, match="'mosaic' cannot run: .*use implementation=None"):
+        pallas_kernels.top_k_slots(jnp.zeros((1, 64)), 4, implementation="mosaic")
+
+
+def test_an_unknown_implementation_is_named():
+    with pytest.raises(ValueError, match="implementation='triton' is unknown"):
+        pallas_kernels.top_k_slots(jnp.zeros((1, 64)), 4, implementation="triton")
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    "call,reason",
+    [
+        (lambda named: scored(heads=6, named=named), "6 heads of 128 channels"),
+        (lambda named: scored(dtype=jnp.float32, named=named), "queries are float32"),
+        (lambda named: scored(slots=96, named=named), "96 slots are not whole blocks of 64"),
+        (lambda named: scored(block_size=32, slots=64, named=named), "block_size=32"),
+        (lambda named: ranked(length=8192, k=4096, named=named), "k=4096 is more than 2048"),
+        (lambda named: ranked(length=66, k=4, named=named), "66 scores"),
+        (lambda named: ranked(length=2**20, k=8, named=named), "too many block maxima"),
+        (lambda named: selected(slots=2**20, named=named), "more than 4096 blocks"),
+        (lambda named: selected(slots=64, block_size=4, named=named), "block_size=4"),
+    ],
+)
+def test_shapes_that_no_kernel_takes_get_the_reference_or_an_error(call, reason):
+    with compat.tracing_for_hopper("assumed"):
+        with pytest.raises(ValueError, match=reason):
+            call("mosaic")
+        call(None)
+
+
+def struct(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def scored(heads=64, dtype=jnp.bfloat16, slots=128, block_size=64, named=None):
+    call = lambda q, w, keys, n: pallas_kernels.index_scores(  # noqa: E731
+        q, w, keys, n, block_size=block_size, implementation=named
+    )
+    q, keys = struct(1, 1, heads, 128, dtype=dtype), struct(1, slots, 128, dtype=dtype)
+    return jax.eval_shape(call, q, struct(1, 1, heads), keys, struct(1, 1, dtype=jnp.int32))
+
+
+def ranked(length, k, named):
+    call = lambda x: pallas_kernels.top_k_slots(x, k, implementation=named)  # noqa: E731
+    return jax.eval_shape(call, struct(1, length))
+
+
+def selected(slots, named, block_size=64):
+    call = lambda V, n, p: pallas_kernels.select_blocks(  # noqa: E731
+        V, V, n, n, n, p, block_size=block_size, capacity=8, implementation=named
+    )
+    blocks = struct(1, slots // block_size, dtype=jnp.uint32)
+    return jax.eval_shape(call, struct(1, slots), struct(1, dtype=jnp.int32), blocks)

@@ -1,0 +1,130 @@
+"""The kernels under Pallas' GPU interpreter, on small shapes, against the references.
+
+The interpreter's scatter rewrites whole references, so only one warpgroup and one writer of a
+reference run at a time; several of them are the GPU tests' subject.
+"""
+
+import jax
+import jax.numpy as jnp
+import kernel_brute_force as brute_force
+import numpy as np
+import pytest
+from kernel_cases import adversarial_scores, ascending_blocks, selection_case
+
+import pallas_kernels
+from pallas_kernels import compat
+
+pytestmark = pytest.mark.skipif(
+    not compat.HAS_MOSAIC, reason="Mosaic GPU kernels need jax 0.11, which needs Python 3.12"
+)
+
+
+def interpret(function, *arguments):
+    with compat.tracing_for_hopper("interpreted"):
+        return jax.jit(lambda *x: function(*x))(*arguments)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_top_k_slots(grouped, monkeypatch):
+    from pallas_kernels.mosaic import topk
+
+    monkeypatch.setattr(topk, "WARPGROUPS", 1)
+    monkeypatch.setattr("pallas_kernels.topk.BUFFER", 512 if grouped else 8192)
+    cases = adversarial_scores(4096, 48)
+    got = interpret(
+        lambda s: pallas_kernels.top_k_slots(s, 48, implementation="mosaic"),
+        np.stack(list(cases.values())),
+    )
+    for (name, row), slots in zip(cases.items(), got, strict=True):
+        assert slots.tolist() == brute_force.top_k_slots(row, 48), name
+
+
+def test_top_k_slots_of_blocks(monkeypatch):
+    from pallas_kernels.mosaic import topk
+
+    monkeypatch.setattr(topk, "WARPGROUPS", 1)
+    rng = np.random.default_rng(0)
+    ids = np.stack([ascending_blocks(rng, 40, c, 12) for c in (12, 5)])
+    scores = rng.integers(0, 9, (2, 2, 12 * 16)).astype(np.float32)
+    scores[1, :, 5 * 16 :] = -np.inf
+    got = interpret(
+        lambda s, i: pallas_kernels.top_k_slots(
+            s, 100, block_ids=i, block_size=16, implementation="mosaic"
+        ),
+        scores,
+        ids,
+    )
+    for b, r in np.ndindex(2, 2):
+        assert got[b, r].tolist() == brute_force.top_k_slots(scores[b, r], 100, ids[b], 16)
+
+
+@pytest.mark.parametrize("capacity", [96, 20])
+def test_select_blocks(capacity):
+    rng = np.random.default_rng(0)
+    cases = [selection_case(rng, 768, 8, ties) for ties in (False, True) * 4]
+    arguments = [np.stack(x) for x in zip(*cases, strict=True)]
+    arguments[2:5] = [x.astype(np.int32) for x in arguments[2:5]]
+    ids, count = interpret(
+        lambda *x: pallas_kernels.select_blocks(
+            *x, block_size=8, capacity=capacity, implementation="mosaic"
+        ),
+        *arguments,
+    )
+    for b, case in enumerate(cases):
+        assert (ids[b].tolist(), int(count[b])) == brute_force.select_blocks(*case, 8, capacity)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_ema_scatter(mapped, monkeypatch):
+    from pallas_kernels.mosaic import ema
+
+    monkeypatch.setattr(ema, "TILE", 256)
+    rng = np.random.default_rng(0)
+    V, D_rev = rng.normal(size=(2, 4, 768)).astype(np.float32)
+    V[rng.random(V.shape) < 0.3] = -np.inf
+    ids = np.stack([ascending_blocks(rng, 96, c, 40) for c in (40, 30, 1, 0)])
+    scores = rng.normal(size=(4, 320)).astype(np.float32)
+    for bad in (np.nan, -np.inf, np.inf, np.finfo(np.float32).min):
+        scores[rng.random(scores.shape) < 0.1] = bad
+    N = np.array([768, 700, 300, 1], np.int32)
+    arguments = (V, D_rev, scores, ids, N)
+
+    def call(*x, named="mosaic"):
+        return pallas_kernels.ema_scatter(*x, block_size=8, decay=0.5, implementation=named)
+
+    if mapped:
+        twice = [np.stack([x, x[::-1]]) for x in arguments]
+        got = [x[1, ::-1] for x in interpret(jax.vmap(call), *twice)]
+    else:
+        got = interpret(call, *arguments)
+    for mine, reference in zip(got, call(*arguments, named="xla"), strict=True):
+        np.testing.assert_allclose(mine, reference, atol=1e-6)
+
+
+@pytest.mark.parametrize("blocks", ["all", "some"])
+def test_index_scores(blocks, monkeypatch):
+    from pallas_kernels.mosaic import scoring
+
+    monkeypatch.setattr(scoring, "RING_BYTES", 3 * 64 * 128)
+    monkeypatch.setattr(scoring, "LONGEST_RUN", 5)
+    rng = np.random.default_rng(0)
+    B, R, n, x, S = 3, 2, 8, 64, 448
+    q, keys = rng.normal(size=(B, R, n, x)), rng.normal(size=(B, S, x))
+    q, keys = jnp.asarray(q, jnp.bfloat16), jnp.asarray(keys, jnp.bfloat16)
+    w = rng.normal(size=(B, R, n)).astype(np.float32)
+    scales = np.exp2(rng.integers(-3, 3, (B, S))).astype(np.float32)
+    num_slots = np.array([[S - 1, S], [65, 66], [0, 1]], np.int32)
+    ids = None
+    if blocks == "some":
+        ids = np.array([[0, 1, 3, 4, 6, 7], [0, 1, -1, -1, -1, -1], [0] + [-1] * 5], np.int32)
+        ids[0, 5] = -1
+
+    def call(*x, named="mosaic"):
+        return pallas_kernels.index_scores(
+            *x, block_ids=ids, key_scales=scales, implementation=named
+        )
+
+    arguments = (q, w, keys, num_slots)
+    reference = call(*arguments, named="xla")
+    for mine, expected in zip(interpret(call, *arguments), reference, strict=True):
+        np.testing.assert_allclose(mine, expected, atol=1e-4)

@@ -1,0 +1,153 @@
+"""The kernels on a Hopper GPU against the references and numpy, at sizes near production.
+
+``SPIN_JAX_TEST_GPU=1 python -m pytest -m gpu tests/pallas_kernels``; with SPIN_JAX_GPU_RECORD set
+to a file name, the outcome is kept there.
+"""
+
+import jax
+import jax.numpy as jnp
+import kernel_brute_force as brute_force
+import numpy as np
+import pytest
+from kernel_cases import adversarial_scores, ascending_blocks
+
+import pallas_kernels
+
+pytestmark = pytest.mark.gpu
+
+
+def both(call, *arguments):
+    return [
+        jax.jit(lambda *x, named=named: call(*x, implementation=named))(*arguments)
+        for named in ("mosaic", "xla")
+    ]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("blocks", ["all", "some"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+def test_index_scores(dtype, blocks, rows):
+    rng = np.random.default_rng(rows)
+    B, S, C = 5, 4096, 40
+    q = jnp.asarray(rng.normal(size=(B, rows, 64, 128)), dtype)
+    keys = jnp.asarray(rng.normal(size=(B, S, 128)), dtype)
+    w = jnp.asarray(rng.normal(size=(B, rows, 64)), jnp.float32)
+    scales = jnp.asarray(np.exp2(rng.integers(-3, 3, (B, S))), jnp.float32)
+    first = np.array([S - rows, 1000, 64, 1, 0])
+    num_slots = jnp.asarray(first[:, None] + np.arange(rows), jnp.int32)
+    ids = np.stack([ascending_blocks(rng, S // 64, c, C) for c in (C, 30, 5, 1, 0)])
+    got, expected = both(
+        lambda *x, implementation: pallas_kernels.index_scores(
+            *x,
+            block_ids=ids if blocks == "some" else None,
+            key_scales=scales if dtype == "float8_e4m3fn" else None,
+            implementation=implementation,
+        ),
+        q, w, keys, num_slots,
+    )  # fmt: skip
+    finite = np.isfinite(expected[0])
+    np.testing.assert_array_equal(np.isfinite(got[0]), finite)
+    np.testing.assert_array_equal(got[1], np.asarray(got[0]).reshape(B, rows, -1, 64).max(axis=-1))
+    mine, reference = np.asarray(got[0])[finite], np.asarray(expected[0])[finite]
+    error = np.linalg.norm(mine - reference) / np.linalg.norm(reference)
+    # Hopper's FP8 matrix units add with about 14 bits; bf16 products are added in float32.
+    assert error < (1e-6 if dtype == "bfloat16" else 5e-4)
+
+
+def test_scores_that_are_not_numbers_stay_selectable():
+    keys = jnp.ones((1, 128, 128), jnp.bfloat16).at[0, 3].set(jnp.nan).at[0, 70].set(jnp.inf)
+    q, w = jnp.ones((1, 1, 64, 128), jnp.bfloat16), -jnp.ones((1, 1, 64))
+    scores, block_max = pallas_kernels.index_scores(
+        q, w, keys, jnp.array([[100]], jnp.int32), implementation="mosaic"
+    )
+    expected = np.where(np.arange(128) < 100, -64.0 * 128, -np.inf).astype(np.float32)
+    expected[[3, 70]] = np.finfo(np.float32).min
+    np.testing.assert_array_equal(scores[0, 0], expected)
+    np.testing.assert_array_equal(block_max[0, 0], [-64.0 * 128] * 2)
+
+
+@pytest.mark.parametrize("length,k", [(1000, 1000), (8192, 512), (131072, 512), (65536, 2048)])
+def test_top_k_slots(length, k):
+    cases = adversarial_scores(length, k)
+    got = pallas_kernels.top_k_slots(
+        jnp.asarray(np.stack(list(cases.values()))), k, implementation="mosaic"
+    )
+    for (name, row), slots in zip(cases.items(), np.asarray(got), strict=True):
+        assert slots.tolist() == brute_force.top_k_slots(row, k), name
+
+
+def test_top_k_slots_of_blocks_for_several_rows():
+    rng = np.random.default_rng(1)
+    ids = np.stack([ascending_blocks(rng, 2048, c, 1229) for c in (1229, 600)])
+    scores = rng.normal(size=(2, 3, 1229 * 64)).astype(np.float32)
+    scores[1, :, 600 * 64 :] = -np.inf
+    block_max = scores.reshape(2, 3, -1, 64).max(-1)
+    got, expected = both(
+        lambda s, i, m, implementation: pallas_kernels.top_k_slots(
+            s, 512, block_ids=i, block_max=m, implementation=implementation
+        ),
+        scores, ids, block_max,
+    )  # fmt: skip
+    np.testing.assert_array_equal(got, expected)
+
+
+def selection(slots, dtype, ties):
+    rng = np.random.default_rng(slots)
+    B = 8
+    V, D_rev = rng.normal(size=(2, B, slots)) if not ties else rng.integers(-2, 3, (2, B, slots))
+    V, D_rev = jnp.asarray(V, dtype), jnp.asarray(D_rev, dtype)
+    N = np.array([slots, slots - 1, slots // 2 + 7, 64, 1, 0, slots - 63, 300], np.int32)
+    active = -(-N // 64)
+    budget = np.maximum(np.minimum(active, 2), (active * 6 + 9) // 10)
+    budget[1] = active[1]
+    explore = np.minimum(budget // 20, budget - np.minimum(active, 2))
+    priority = rng.integers(0, 3 if ties else 2**32, (B, slots // 64), dtype=np.uint32)
+    return V, D_rev, N, budget.astype(np.int32), explore.astype(np.int32), priority
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("slots,dtype", [(8192, "bfloat16"), (131072, "float32")])
+def test_select_blocks(slots, dtype, ties):
+    arguments = selection(slots, dtype, ties)
+    for capacity in (slots // 64, slots * 3 // 320):
+        got, expected = both(
+            lambda *x, capacity=capacity, implementation: pallas_kernels.select_blocks(
+                *x, block_size=64, capacity=capacity, implementation=implementation
+            ),
+            *arguments,
+        )
+        for mine, reference in zip(got, expected, strict=True):
+            np.testing.assert_array_equal(mine, reference)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_ema_scatter(dtype):
+    rng = np.random.default_rng(0)
+    B, S, C = 4, 131072, 1229
+    V, D_rev = rng.normal(size=(2, B, S)).astype(np.float32)
+    V[rng.random(V.shape) < 0.3] = -np.inf
+    ids = np.stack([ascending_blocks(rng, S // 64, c, C) for c in (C, 600, 1, 0)])
+    scores = rng.normal(size=(B, C * 64)).astype(np.float32)
+    scores[rng.random(scores.shape) < 0.1] = np.nan
+    N = np.array([S, S - 77, S // 2, 100], np.int32)
+    got, expected = both(
+        lambda *x, implementation: pallas_kernels.ema_scatter(
+            *x, block_size=64, decay=0.5, implementation=implementation
+        ),
+        jnp.asarray(V, dtype), jnp.asarray(D_rev, dtype), scores, ids, N,
+    )  # fmt: skip
+    for mine, reference in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(mine, reference)
+
+
+def test_a_donated_state_is_not_copied():
+    S = 8192
+    ids = jnp.zeros((2, 2), jnp.int32).at[:, 1].set(5)
+    state = jnp.zeros((2, S)), jnp.zeros((2, S))
+    arguments = (*state, jnp.ones((2, 128)), ids, jnp.full(2, S, jnp.int32))
+    update = jax.jit(
+        lambda *x: pallas_kernels.ema_scatter(*x, block_size=64, decay=0.5), donate_argnums=(0, 1)
+    )
+    text = update.lower(*arguments).compile().as_text()
+    assert "mosaic_gpu" in text
+    assert " copy(" not in text and "copy-start" not in text
