@@ -95,15 +95,17 @@ def index_scores_reference(
         keys = take_blocks(keys, block_ids, block_size)
         scales = None if key_scales is None else take_blocks(key_scales, block_ids, block_size)
     common = jnp.bfloat16 if q.dtype == keys.dtype != jnp.float32 else jnp.float32
+    # Keys on the left in the layout they have: else XLA's CPU backend transposes a copy of them.
     dots = jnp.einsum(
-        "brnx,bsx->brns",
-        q.astype(common),
+        "bsx,brnx->bsrn",
         keys.astype(common),
+        q.astype(common),
         precision=jax.lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
     # Not an einsum: a weighted sum fuses with the ReLU, a product of matrices does not.
-    scores = jnp.sum(jax.nn.relu(dots) * w.astype(jnp.float32)[..., None], axis=2)
+    scores = jnp.sum(jax.nn.relu(dots) * w.astype(jnp.float32)[:, None], axis=3)
+    scores = jnp.swapaxes(scores, 1, 2)
     if scales is not None:
         scores = scores * scales[:, None, :]
     limit = jnp.minimum(num_slots, slots)[:, :, None]

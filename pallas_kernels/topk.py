@@ -45,14 +45,15 @@ def top_k_slots(
     Source: paper, Algorithm 1 step 7.
     """
     arguments = (scores, k, block_ids, block_size, block_max)
-    if choose("top_k_slots", implementation, _unsupported(scores, k, block_size)) == "mosaic":
+    if choose("top_k_slots", implementation, unsupported(scores, k, block_size)) == "mosaic":
         from pallas_kernels.mosaic.topk import top_k_slots_mosaic
 
         return top_k_slots_mosaic(*arguments)
     return top_k_slots_reference(*arguments)
 
 
-def _unsupported(scores: jax.Array, k: int, block_size: int) -> str | None:
+def unsupported(scores: jax.Array, k: int, block_size: int) -> str | None:
+    """Why the kernel does not take these scores; None if it does."""
     length = scores.shape[-1]
     if k > MAX_K:
         return f"k={k} is more than {MAX_K}"

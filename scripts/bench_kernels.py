@@ -81,49 +81,51 @@ def xla_top_k(scores, block_ids, top_k):
     return jnp.take_along_axis(block_ids, at // BLOCK, axis=1) * BLOCK + at % BLOCK
 
 
-def all_keep_step(i, chosen, x: Inputs, *, impl: Any, top_k: int):
+def all_keep_step(i, state, x: Inputs, *, impl: Any, top_k: int):
     """Scores every visible slot and takes the K highest."""
-    del chosen
-    _, score, choose, _ = stages(impl, top_k, 0)
+    _, score, choose, _, _ = stages(impl, top_k, 0)
     scores, block_max = score(x._replace(num_slots=x.num_slots - i % 8), None)
-    return choose(scores, None, block_max)
+    return state, choose(scores, None, block_max)
 
 
-def spin_step(i, state, x: Inputs, *, impl: Any, top_k: int, capacity: int):
+def spin_step(i, state, x: Inputs, *, impl: Any, top_k: int, capacity: int, fused: bool):
     """Selects blocks, scores them, takes the K highest and updates V and D."""
-    V, D_rev, _ = state
     x = x._replace(num_slots=x.num_slots - i % 8)
-    select, score, choose, ema = stages(impl, top_k, capacity)
-    ids, _ = select(V, D_rev, x)
+    select, score, choose, ema, both = stages(impl, top_k, capacity)
+    ids, _ = select(*state, x)
     scores, block_max = score(x, ids)
-    return *ema(V, D_rev, scores, ids, x), choose(scores, ids, block_max)
+    if fused:
+        chosen, *state = both(*state, scores, ids, x, block_max)
+        return tuple(state), chosen
+    return ema(*state, scores, ids, x), choose(scores, ids, block_max)
 
 
-def total(args, impl: Any, batch, slots, fp8, sparsity, *, live=None, capacity=None, unroll=1):
-    """What to compile and run for one total: a loop, and a function that makes its inputs."""
-    iterations = 32 if impl != "xla" else 8
-    if sparsity == 0:
-        step = functools.partial(all_keep_step, impl=impl, top_k=args.top_k)
-    else:
+def total(args, impl: Any, batch, slots, fp8, sparsity, *, live, capacity, unroll, fused):
+    """What to lower for one total: a loop, and a function that runs it on fresh inputs."""
+    iterations = 8 if impl == "xla" else 32
+    step = functools.partial(all_keep_step, impl=impl, top_k=args.top_k)
+    if sparsity:
         capacity = capacity or budget_of(live or slots, sparsity, args.top_k)
-        step = functools.partial(spin_step, impl=impl, top_k=args.top_k, capacity=capacity)
+        fused = fused and impl == "mosaic"
+        step = functools.partial(
+            spin_step, impl=impl, top_k=args.top_k, capacity=capacity, fused=fused
+        )
 
     def prepare(sparsity=sparsity):
         x, V, D_rev = make_inputs(args, batch, slots, fp8, sparsity, live)
-        chosen = jnp.zeros((batch, min(args.top_k, slots)), jnp.int32)
-        return (chosen if sparsity == 0 else (V, D_rev, chosen)), (x,)
+        return (V, D_rev) if sparsity else (), (x,)
 
-    shapes = jax.eval_shape(prepare)
-    build = functools.partial(
-        bench_timing.lower_loop, step, *shapes, iterations=iterations, unroll=unroll
-    )
+    def lower():
+        return bench_timing.lower_loop(
+            step, *jax.eval_shape(prepare), iterations=iterations, unroll=unroll
+        )
 
     def run(loop, **changes):
         return bench_timing.time_loop(
             loop, *prepare(**changes), iterations=iterations, repeats=REPEATS
         )
 
-    return build, run
+    return lower, run
 
 
 def check_stages(args, x: Inputs, V, D_rev, ids, scores, block_max) -> dict[str, Any]:
@@ -137,11 +139,17 @@ def check_stages(args, x: Inputs, V, D_rev, ids, scores, block_max) -> dict[str,
     exact = exact if x.scales is None else exact * x.scales[some]
     error = jnp.linalg.norm(scores[some, 0] - exact) / jnp.linalg.norm(exact)
     named = {}
+    capacity = ids.shape[1]
     for impl in ("mosaic", "xla"):
-        select, _, top_k, ema = stages(impl, args.top_k, ids.shape[1])
-        chosen = top_k(scores, None, block_max)
-        updated = ema(V, D_rev, scores[..., : ids.shape[1] * BLOCK], ids, x)
-        named[impl] = (jnp.sort(chosen, axis=-1), *select(V, D_rev, x), *updated)
+        select, _, top_k, _, both = stages(impl, args.top_k, capacity)
+        some_scores, some_max = (
+            y[:, :, :n] for y, n in zip((scores, block_max), sizes, strict=True)
+        )
+        named[impl] = (
+            jnp.sort(top_k(scores, None, block_max), axis=-1),
+            *select(V, D_rev, x),
+            *both(V, D_rev, some_scores, ids, x, some_max),
+        )
     same = [bool(jnp.allclose(a, b, atol=1e-6)) for a, b in zip(*named.values(), strict=True)]
     if not (float(error) < 1e-3 and all(same)):
         raise AssertionError(f"kernels and references differ: score error {error}, equal {same}")
@@ -155,7 +163,7 @@ def stage_rows(args, batch: int, slots: int, fp8: bool, sparsity: float):
     label = functools.partial(_row, keys=fp8, sparsity=sparsity, batch=batch, slots=slots)
     timer, rows, checks = bench_timing.time_kernels, [], {}
     for impl in ("mosaic",) if fp8 else ("mosaic", "xla"):
-        select, score, top_k, ema = stages(impl, args.top_k, m)
+        select, score, top_k, ema, both = stages(impl, args.top_k, m)
         ids = jax.jit(select)(V, D_rev, x)[0] if sparsity else None
         scores, block_max = jax.jit(score)(x, ids)
         rows.append(label("score", impl, us=timer(score, x, ids)))
@@ -167,6 +175,9 @@ def stage_rows(args, batch: int, slots: int, fp8: bool, sparsity: float):
             copies = timer(lambda V, D: (jnp.copy(V), jnp.copy(D)), V, D_rev)
             us = timer(ema, V, D_rev, scores, ids, x)
             rows.append(label("ema", impl, us=us - copies))
+            if impl == "mosaic":
+                us = timer(both, V, D_rev, scores, ids, x, block_max)
+                rows.append(label("top_k+ema", impl, us=us - copies))
         if sparsity and impl == "mosaic":
             full = jax.jit(score)(x, None)
             checks = check_stages(args, x, V, D_rev, ids, *full)
@@ -174,7 +185,7 @@ def stage_rows(args, batch: int, slots: int, fp8: bool, sparsity: float):
 
 
 def stages(impl: Any, k: int, capacity: int):
-    """The four operations of a step as functions of arrays."""
+    """The operations of a step as functions of arrays; the last does the two before it at once."""
 
     def select(V, D_rev, x):
         return ops.select_blocks(
@@ -201,7 +212,13 @@ def stages(impl: Any, k: int, capacity: int):
             block_size=BLOCK, decay=DECAY, implementation=impl,
         )  # fmt: skip
 
-    return select, score, top_k, ema
+    def both(V, D_rev, scores, ids, x, block_max):
+        return ops.top_k_and_observe(
+            scores[:, 0], k, V, D_rev, ids, x.num_slots, block_max=block_max[:, 0],
+            block_size=BLOCK, decay=DECAY, implementation=impl,
+        )  # fmt: skip
+
+    return select, score, top_k, ema, both
 
 
 def _row(stage, impl, *, keys, sparsity, batch, slots, us, **more):
@@ -212,7 +229,7 @@ def _row(stage, impl, *, keys, sparsity, batch, slots, us, **more):
 
 def run_totals(specs: list[tuple[dict[str, Any], Any, Any, list[dict[str, Any]]]]):
     """Compiles everything on several threads, then times one after the other."""
-    lowered = [build() for _, build, _, _ in specs]
+    lowered = [lower() for _, lower, _, _ in specs]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         loops = list(pool.map(lambda one: one.compile(), lowered))
     rows = []
@@ -222,10 +239,17 @@ def run_totals(specs: list[tuple[dict[str, Any], Any, Any, list[dict[str, Any]]]
     return rows
 
 
-def spec(args, impl, batch, slots, fp8, sparsity, variants=({},), **options):
+def spec(
+    args, impl, batch, slots, fp8, sparsity, variants=({},), *,
+    live=None, capacity=None, unroll=1, fused=True,
+):  # fmt: skip
+    """The labels of a total, how to lower and run it, and the variants to run it in."""
     labels = dict(impl=impl, keys=fp8, sparsity=sparsity, batch=batch, slots=slots)
-    if options.get("live"):
-        labels["live_slots"] = options["live"]
+    if live:
+        labels["live_slots"] = live
+    if sparsity and impl == "mosaic" and not fused:
+        labels["launches"] = "top_k and ema apart"
+    options = dict(live=live, capacity=capacity, unroll=unroll, fused=fused)
     return labels, *total(args, impl, batch, slots, fp8, sparsity, **options), list(variants)
 
 
@@ -263,6 +287,9 @@ def main(argv: list[str]) -> None:
         spec(args, impl, batch, args.slots, fp8, sparsity, unroll=4 if impl == "mosaic" else 1)
         for batch in args.batches for fp8 in (False, True) for sparsity in (0.0, 0.4, 0.5)
         for impl in (("mosaic", "xla") if not fp8 or not sparsity else ("mosaic",))
+    ] + [
+        spec(args, "mosaic", batch, args.slots, fp8, sparsity, unroll=4, fused=False)
+        for batch in args.batches for fp8 in (False, True) for sparsity in (0.4, 0.5)
     ]  # fmt: skip
     report["rows"] += show(run_totals(headline))
     grid = []
@@ -300,7 +327,7 @@ def summary(args, rows: list[dict[str, Any]]) -> dict[str, Any]:
     totals = {
         tuple(r[name] for name in ("impl", "keys", "sparsity", "batch", "slots")): r["us"]
         for r in reversed(rows)  # the headline comes before the grid
-        if r["stage"] == "total" and "live_slots" not in r
+        if r["stage"] == "total" and not {"live_slots", "launches"} & set(r)
     }
 
     def ratio(above, below):
@@ -342,9 +369,13 @@ def git_commit() -> str:
 
 def show(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for r in rows:
+        apart = ", " + r["launches"] if "launches" in r else ""
         live = f" ({r['live_slots']} live)" if "live_slots" in r else ""
         size = f"sparsity {r['sparsity']:.1f} batch {r['batch']:3} slots {r['slots']:7}{live}"
-        print(f"{r['stage']:7} {r['impl']:7} {r['keys']:5} {size} {r['us']:9.1f} us", flush=True)
+        print(
+            f"{r['stage']:9} {r['impl']:6} {r['keys']:4} {size} {r['us']:9.1f} us{apart}",
+            flush=True,
+        )
     return rows
 
 

@@ -71,8 +71,10 @@ def _score(
     scaled = key_scales is not None
     row_layout, column_layout = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
-    def body(q_ref, w_ref, k_ref, num_ref, *refs, queries, ring, filled, ready, maxima, warps,
-             scale_ring=None):  # fmt: skip
+    def index_scores(
+        q_ref, w_ref, k_ref, num_ref, *refs,
+        queries, ring, filled, ready, maxima, warps, scale_ring=None,
+    ):  # fmt: skip
         refs = list(refs)
         ids_ref = None if ids is None else refs.pop(0)
         scales_ref = refs.pop(0) if scaled else None
@@ -180,7 +182,7 @@ def _score(
     if scaled:
         scratch["scale_ring"] = plgpu.SMEM((stages, BLOCK), jnp.float32)
     kernel = mosaic_kernel(
-        body,
+        index_scores,
         out_type=(
             jax.ShapeDtypeStruct((batch, rows, capacity * BLOCK), jnp.float32),
             jax.ShapeDtypeStruct((batch, rows, capacity), jnp.float32),

@@ -45,7 +45,7 @@ def pool_blocks_mosaic(
     tiles = -(-slots // (POOLED * block_size))
     layout = plgpu.Layout.WGMMA
 
-    def body(V_ref, D_ref, num_ref, out_ref):
+    def pool_blocks(V_ref, D_ref, num_ref, out_ref):
         row, tile = jax.lax.axis_index("row"), jax.lax.axis_index("tile")
         visible = num_ref[row]
 
@@ -66,7 +66,7 @@ def pool_blocks_mosaic(
         pl.when(tile * (POOLED * block_size) < visible)(pool)
 
     kernel = mosaic_kernel(
-        body,
+        pool_blocks,
         out_type=jax.ShapeDtypeStruct((batch, tiles * POOLED), jnp.float32),
         grid=(batch, tiles),
         grid_names=("row", "tile"),
@@ -88,7 +88,9 @@ def choose_blocks_mosaic(
     padded = lanes.padded(max(num_blocks, capacity))
     layout = lanes.blocked(padded)
 
-    def body(pooled_ref, num_ref, budget_ref, explore_ref, priority_ref, ids_ref, count_ref, warps):
+    def choose_blocks(
+        pooled_ref, num_ref, budget_ref, explore_ref, priority_ref, ids_ref, count_ref, warps
+    ):
         row = jax.lax.axis_index("row")
         priorities = lanes.gather_row(priority_ref.at[row], layout, padded)  # early: used late
         active = (num_ref[row] + block_size - 1) // block_size
@@ -124,7 +126,7 @@ def choose_blocks_mosaic(
         count_ref[row] = count
 
     kernel = mosaic_kernel(
-        body,
+        choose_blocks,
         out_type=(
             jax.ShapeDtypeStruct((batch, capacity), jnp.int32),
             jax.ShapeDtypeStruct((batch,), jnp.int32),

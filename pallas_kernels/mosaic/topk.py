@@ -11,6 +11,7 @@ exact, and only adversarial ones prune more than once.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,52 @@ TILE = 1024
 WARPGROUPS = 4
 
 
+@dataclasses.dataclass(frozen=True)
+class Ranking:
+    """What a kernel must know to rank rows of scores; ``group`` scores share a maximum, if any."""
+
+    length: int
+    k: int
+    group: int
+    block_size: int
+
+    @classmethod
+    def of(cls, length: int, k: int, block_size: int) -> Ranking:
+        group = group_size(length, k, block_size)
+        assert group is not None
+        return cls(length, min(k, length), group, block_size)
+
+    @property
+    def capacity(self) -> int:
+        """Of a warpgroup's buffer: full, it holds K after a pruning, and one tile more."""
+        return lanes.padded(self.k) + TILE
+
+    def maxima(self, rows: jax.Array, block_max: jax.Array | None) -> list[jax.Array]:
+        """The maximum of each group, if they are needed."""
+        if not self.group:
+            return []
+        if block_max is None or self.group != self.block_size:
+            groups = jnp.where(rows > -jnp.inf, rows, -jnp.inf)
+            block_max = jnp.max(groups.reshape(rows.shape[0], -1, self.group), axis=-1)
+        return [block_max.reshape(rows.shape[0], -1)]
+
+    def scratch(self) -> dict[str, Any]:
+        barrier = plgpu.Barrier(num_arrivals=WARPGROUPS)
+        ints = lambda *shape: plgpu.SMEM(shape, jnp.int32)  # noqa: E731
+        scratch = {
+            "parts": [ints(WARPGROUPS, self.capacity)] * 2,
+            "whole": [ints(WARPGROUPS * lanes.padded(self.k))] * 2,
+            "shared": ints(2 + WARPGROUPS),
+            "warps": ints(WARPGROUPS, 3, lanes.WARPS),
+            "listed": barrier,
+            "streamed": barrier,
+            "merged": barrier,
+        }
+        if self.group:
+            scratch["groups"] = ints(lanes.padded(self.length // self.group))
+        return scratch
+
+
 def top_k_slots_mosaic(
     scores: jax.Array,
     k: int,
@@ -40,92 +87,92 @@ def top_k_slots_mosaic(
 ) -> jax.Array:
     """See ``pallas_kernels.topk``."""
     *leading, length = scores.shape
-    k = min(k, length)
-    group = group_size(length, k, block_size)
-    assert group is not None
+    ranking = Ranking.of(length, k, block_size)
     rows = scores.reshape(-1, length)
     num_rows = rows.shape[0]
-    operands = [rows]
-    if group:
-        if block_max is None or group != block_size:
-            groups_of = jnp.where(rows > -jnp.inf, rows, -jnp.inf).reshape(num_rows, -1, group)
-            block_max = jnp.max(groups_of, axis=-1)
-        operands.append(block_max.reshape(num_rows, -1))
+    operands = [rows, *ranking.maxima(rows, block_max)]
     if block_ids is not None:
         operands.append(block_ids)
-    # A full buffer still holds K after a pruning, and a tile more.
-    capacity = lanes.padded(k) + 2 * TILE
 
-    def body(scores_ref, *refs, parts, whole, shared, warps, listed, streamed, merged, groups=None):
+    def top_k_slots(scores_ref, *refs, **scratch):
         *others, out_ref = refs
-        row, me = jax.lax.axis_index("row"), jax.lax.axis_index("warpgroup")
-        source, scratch = scores_ref.at[row], warps.at[me]
-        if group:
-            maxima = others.pop(0).at[row]
+        row = jax.lax.axis_index("row")
+        maxima = others.pop(0).at[row] if ranking.group else None
+        ids = others.pop(0).at[row // (num_rows // block_ids.shape[0])] if others else None
+        rank_row(ranking, scores_ref.at[row], maxima, ids, out_ref.at[row], **scratch)
 
-            @pl.when(me == 0)
-            def _():
-                bound, count = _list_groups(maxima, length // group, k, groups, scratch)
-                shared[0] = bound
-                shared[1] = count
-
-            _meet(listed)
-            bound, count = shared[0], shared[1] * group
-            load = _grouped(source, groups, group, count)
-        else:
-            bound, count = jnp.int32(NEVER + 1), jnp.int32(length)
-            load = _direct(source, length)
-
-        tiles = (count + TILE - 1) // TILE
-        first, end = tiles * me // WARPGROUPS, tiles * (me + 1) // WARPGROUPS
-        part = _Buffer(parts[0].at[me], parts[1].at[me], scratch, k, capacity)
-        kept = _stream(part, bound, first, end, load)
-        shared[2 + me] = kept
-        _meet(streamed)
-        counts = [shared[2 + other] for other in range(WARPGROUPS)]
-        before = sum(jnp.where(me > other, count, 0) for other, count in enumerate(counts))
-        result = _Buffer(*whole, scratch, k, WARPGROUPS * lanes.padded(k))
-        part.copy_to(result, kept, before)
-        _meet(merged)
-
-        @pl.when(me == 0)
-        def _():
-            kept, _ = result.prune(sum(counts), bound, bound)
-            padded = lanes.padded(k)
-            layout = lanes.blocked(padded)
-            place = lanes.iota(padded, layout)
-            slots = plgpu.load(result.positions.at[pl.ds(0, padded)], layout=layout)
-            if block_ids is not None:
-                slots = jnp.where(place < kept, slots, 0)
-                ids_ref = others.pop(0).at[row // (num_rows // block_ids.shape[0])]
-                block = lanes.gather(ids_ref, slots // block_size, layout)
-                slots = block * block_size + slots % block_size
-            slots = jnp.where(place < kept, slots, -1)
-            lanes.scatter([(out_ref.at[row], slots)], place, place < k, layout, fence="none")
-
-    barrier = plgpu.Barrier(num_arrivals=WARPGROUPS)
-    ints = lambda *shape: plgpu.SMEM(shape, jnp.int32)  # noqa: E731
-    scratch = {
-        "parts": [ints(WARPGROUPS, capacity)] * 2,
-        "whole": [ints(WARPGROUPS * lanes.padded(k))] * 2,
-        "shared": ints(2 + WARPGROUPS),
-        "warps": ints(WARPGROUPS, 3, lanes.WARPS),
-        "listed": barrier,
-        "streamed": barrier,
-        "merged": barrier,
-    }
-    if group:
-        scratch["groups"] = ints(lanes.padded(length // group))
     kernel = mosaic_kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((num_rows, k), jnp.int32),
-        scratch_types=scratch,
+        top_k_slots,
+        out_type=jax.ShapeDtypeStruct((num_rows, ranking.k), jnp.int32),
+        scratch_types=ranking.scratch(),
         grid=(num_rows,),
         grid_names=("row",),
         num_threads=WARPGROUPS,
         thread_name="warpgroup",
     )
-    return kernel(*operands).reshape(*leading, k)
+    return kernel(*operands).reshape(*leading, ranking.k)
+
+
+def rank_row(
+    ranking: Ranking,
+    source: Any,
+    maxima: Any,
+    ids: Any,
+    out: Any,
+    *,
+    parts: Any,
+    whole: Any,
+    shared: Any,
+    warps: Any,
+    listed: Any,
+    streamed: Any,
+    merged: Any,
+    groups: Any = None,
+) -> None:
+    """One thread block's work: the slots of the K highest scores of ``source`` into ``out``."""
+    length, k, group = ranking.length, ranking.k, ranking.group
+    me = jax.lax.axis_index("warpgroup")
+    scratch = warps.at[me]
+    if group:
+
+        @pl.when(me == 0)
+        def _():
+            bound, count = _list_groups(maxima, length // group, k, groups, scratch)
+            shared[0] = bound
+            shared[1] = count
+
+        _meet(listed)
+        bound, count = shared[0], shared[1] * group
+        load = _grouped(source, groups, group, count)
+    else:
+        bound, count = jnp.int32(NEVER + 1), jnp.int32(length)
+        load = _direct(source, length)
+
+    tiles = (count + TILE - 1) // TILE
+    first, end = tiles * me // WARPGROUPS, tiles * (me + 1) // WARPGROUPS
+    part = _Buffer(parts[0].at[me], parts[1].at[me], scratch, k, ranking.capacity)
+    kept = _stream(part, bound, first, end, load)
+    shared[2 + me] = kept
+    _meet(streamed)
+    counts = [shared[2 + other] for other in range(WARPGROUPS)]
+    before = [jnp.where(me > other, count, 0) for other, count in enumerate(counts)]
+    result = _Buffer(whole[0], whole[1], scratch, k, WARPGROUPS * lanes.padded(k))
+    part.copy_to(result, kept, functools.reduce(jnp.add, before))
+    _meet(merged)
+
+    @pl.when(me == 0)
+    def _():
+        kept, _ = result.prune(functools.reduce(jnp.add, counts), bound, bound)
+        padded = lanes.padded(k)
+        layout = lanes.blocked(padded)
+        place = lanes.iota(padded, layout)
+        slots = plgpu.load(result.positions.at[pl.ds(0, padded)], layout=layout)
+        if ids is not None:
+            slots = jnp.where(place < kept, slots, 0)
+            block = lanes.gather(ids, slots // ranking.block_size, layout)
+            slots = block * ranking.block_size + slots % ranking.block_size
+        slots = jnp.where(place < kept, slots, -1)
+        lanes.scatter([(out, slots)], place, place < k, layout, fence="none")
 
 
 def _meet(barrier: Any) -> None:

@@ -140,6 +140,29 @@ def test_ema_scatter(dtype):
         np.testing.assert_array_equal(mine, reference)
 
 
+@pytest.mark.parametrize("batch", [1, 40])
+def test_top_k_and_observe(batch):
+    rng = np.random.default_rng(batch)
+    S, C, K = 32768, 300, 200
+    V, D_rev = rng.normal(size=(2, batch, S)).astype(np.float32)
+    ids = np.stack(
+        [ascending_blocks(rng, S // 64, rng.integers(1, C + 1), C) for _ in range(batch)]
+    )
+    N = rng.integers(1, S + 1, batch).astype(np.int32)
+    scores = rng.normal(size=(batch, C * 64)).astype(np.float32)
+    slots = np.repeat(ids, 64, 1) * 64 + np.tile(np.arange(64), C)
+    scores[(np.repeat(ids, 64, 1) < 0) | (slots >= N[:, None])] = -np.inf
+    got, expected = both(
+        lambda *x, implementation: pallas_kernels.top_k_and_observe(
+            x[0], K, *x[1:], block_size=64, decay=0.25, implementation=implementation
+        ),
+        scores, V, D_rev, ids, N,
+    )  # fmt: skip
+    np.testing.assert_array_equal(got[0], expected[0])
+    for mine, reference in zip(got[1:], expected[1:], strict=True):
+        np.testing.assert_allclose(mine, reference, atol=1e-6)
+
+
 def test_a_donated_state_is_not_copied():
     S = 8192
     ids = jnp.zeros((2, 2), jnp.int32).at[:, 1].set(5)

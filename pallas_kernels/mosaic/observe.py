@@ -1,0 +1,75 @@
+"""Top-K and the EMA update in one launch.
+
+Top-K keeps one multiprocessor a row busy, and waits more than it reads; the update wants all the
+memory's bandwidth for a few microseconds. Neither needs the other, so the update runs on what top-K
+leaves idle.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+
+from pallas_kernels.compat import mosaic_kernel
+from pallas_kernels.mosaic.ema import Update
+from pallas_kernels.mosaic.topk import WARPGROUPS, Ranking, rank_row
+
+TILE = 1024
+"""Slots a warpgroup updates at a time."""
+THREAD_BLOCKS = 2 * 132
+"""As many fit an H100 or H200 at once: the rows of top-K, and the rest for the update."""
+
+
+def top_k_and_observe_mosaic(
+    scores: jax.Array,
+    k: int,
+    V: jax.Array,
+    D_rev: jax.Array,
+    block_ids: jax.Array,
+    num_slots: jax.Array,
+    block_size: int,
+    decay: float,
+    block_max: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """See ``pallas_kernels.observe``."""
+    batch, length = scores.shape
+    ranking = Ranking.of(length, k, block_size)
+    update = Update(V.shape[1], length, block_size, decay, TILE)
+    tiles = batch * update.tiles
+    updaters = min(-(-tiles // WARPGROUPS), max(THREAD_BLOCKS - batch, 8))
+    strides = updaters * WARPGROUPS
+    maxima = ranking.maxima(scores, block_max)
+
+    def top_k_and_observe(V_ref, D_ref, scores_ref, ids_ref, num_ref, *refs, **scratch):
+        *maxima_refs, out_ref = refs
+        worker = jax.lax.axis_index("worker")
+
+        @pl.when(worker < batch)
+        def _():
+            maxima_row = maxima_refs[0].at[worker] if maxima_refs else None
+            source, ids = scores_ref.at[worker], ids_ref.at[worker]
+            rank_row(ranking, source, maxima_row, ids, out_ref.at[worker], **scratch)
+
+        @pl.when(worker >= batch)
+        def _():
+            first = (worker - batch) * WARPGROUPS + jax.lax.axis_index("warpgroup")
+
+            @pl.loop(0, (tiles - first + strides - 1) // strides)
+            def _(turn):
+                row, tile = jnp.divmod(first + turn * strides, update.tiles)
+                tables = [ref.at[row] for ref in (V_ref, D_ref, scores_ref, ids_ref)]
+                update.run(*tables, num_ref[row], tile)
+
+    new_V, new_D = jax.new_ref(V), jax.new_ref(D_rev)
+    kernel = mosaic_kernel(
+        top_k_and_observe,
+        out_type=jax.ShapeDtypeStruct((batch, ranking.k), jnp.int32),
+        scratch_types=ranking.scratch(),
+        grid=(batch + updaters,),
+        grid_names=("worker",),
+        num_threads=WARPGROUPS,
+        thread_name="warpgroup",
+    )
+    chosen = kernel(new_V, new_D, scores, block_ids, num_slots, *maxima)
+    return chosen, new_V[...], new_D[...]

@@ -1,0 +1,59 @@
+"""Top-K and SPIN's state update together, where the step that scored them surely stands."""
+
+from __future__ import annotations
+
+import jax
+from jaxtyping import Array, Float, Int32
+
+from pallas_kernels.compat import Implementation, choose
+from pallas_kernels.ema import ema_scatter_reference
+from pallas_kernels.topk import top_k_slots_reference, unsupported
+
+
+def top_k_and_observe(
+    scores: Float[Array, "B C*block_size"],
+    k: int,
+    V: Float[Array, "B S"],
+    D_rev: Float[Array, "B S"],
+    block_ids: Int32[Array, "B C"],
+    num_slots: Int32[Array, " B"],
+    *,
+    block_size: int,
+    decay: float,
+    block_max: Float[Array, "B C"] | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Int32[Array, "B K"], Float[Array, "B S"], Float[Array, "B S"]]:
+    """``top_k_slots`` and ``ema_scatter`` of the same scores: slots, V and D_rev.
+
+    The kernel does both in one launch: the update costs nothing beside top-K. With drafts, what
+    counts is known only after verification, and the two must stay apart.
+
+    Args:
+        scores: Float32 scores in the order of ``block_ids``.
+        k: How many slots to select.
+        V: See ``ema_scatter``.
+        D_rev: See ``ema_scatter``.
+        block_ids: Ascending blocks, padded with -1.
+        num_slots: Visible slots.
+        block_size: Slots a block.
+        decay: The weight of the old value.
+        block_max: The maximum of each block of scores, if known.
+        implementation: "mosaic", "xla", or None to choose by platform, version and shape.
+
+    Raises:
+        ValueError: a named implementation cannot run.
+
+    Source: paper, Algorithm 1 steps 7 and 8.
+    """
+    why_not = unsupported(scores, k, block_size)
+    if choose("top_k_and_observe", implementation, why_not) == "mosaic":
+        from pallas_kernels.mosaic.observe import top_k_and_observe_mosaic
+
+        return top_k_and_observe_mosaic(
+            scores, k, V, D_rev, block_ids, num_slots, block_size, decay, block_max
+        )
+    chosen = top_k_slots_reference(scores, k, block_ids, block_size, block_max)
+    update: tuple[jax.Array, jax.Array] = ema_scatter_reference(
+        V, D_rev, scores, block_ids, num_slots, block_size, decay
+    )
+    return chosen, *update
