@@ -18,7 +18,7 @@ from models.decode import DecodeState, decode_steps, prefill_chunk, record
 from models.sampling import GREEDY, Sampling
 from models.selector import ALL_KEEP, Selector
 
-PREFILL_CHUNK = 256
+PREFILL_CHUNK, SHORT_CHUNK = 256, 32
 
 
 def check_ids(ids: Any, cfg: ModelConfig, name: str = "ids", *, ndim: int = 1) -> np.ndarray:
@@ -224,8 +224,8 @@ class Session:
 
     def _prefill(self, rows: list[np.ndarray]) -> jax.Array:
         lengths = np.array([len(r) for r in rows])
-        # A short prompt takes a chunk of the next power of two: few shapes to compile.
-        chunk = min(self.chunk, 1 << int(lengths.max() - 1).bit_length())
+        # One smaller shape serves short prompts; more would cost more compiling than they save.
+        chunk = min(self.chunk, SHORT_CHUNK if lengths.max() <= SHORT_CHUNK else self.chunk)
         logits = jnp.zeros((len(rows), self.cfg.vocab_size), jnp.float32)
         for start in range(0, int(lengths.max()), chunk):
             tokens = np.zeros((len(rows), chunk), np.int32)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
@@ -58,7 +59,8 @@ class SpinSelector:
 
         def layer() -> SpinLayer:
             # The keys are copied, as a donated buffer may be given away only once.
-            spin = init_spin(self.config, batch=keys.shape[0], max_slots=max_slots, key=keys.copy())
+            own = jax.random.wrap_key_data(jnp.array(jax.random.key_data(keys)))
+            spin = init_spin(self.config, batch=keys.shape[0], max_slots=max_slots, key=own)
             return SpinLayer(spin, zero.copy(), zero.copy())
 
         return tuple(layer() for _ in range(num_layers))

@@ -1,0 +1,248 @@
+"""SPIN inside the model's decode loop."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.cache import init_cache
+from models.generate import Session
+from models.model import forward
+from models.params import init_params
+from models.presets import shrink, tiny_config
+from models.selector import IndexKeys, IndexQuery
+from spin_jax import SpinConfig, SpinSelector, block_budget, savings
+
+CFG = shrink(tiny_config(), layers=3)
+LENGTHS = (2, 70, 150, 31)
+SPIN = SpinConfig(sparsity=0.5, block_size=4, exploration=0.2)
+ROOM = {"batch": 4, "max_len": 224, "chunk": 32}
+
+
+@pytest.fixture(scope="module")
+def params():
+    return init_params(CFG, jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    rng = np.random.default_rng(1)
+    return [rng.integers(0, CFG.vocab_size, n).tolist() for n in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def kept(params, prompts):
+    session = Session(params, CFG, **ROOM)
+    return session, session.turn(prompts, 40, stop=[])
+
+
+@pytest.fixture(scope="module")
+def pruned(params, prompts, kept):
+    session = Session(params, CFG, selector=SpinSelector(SPIN), **ROOM)
+    session._compiled |= {k: v for k, v in kept[0]._compiled.items() if k[0] == "prefill"}
+    return session, session.turn(prompts, 40, stop=[])
+
+
+def fresh(params, session, config=SPIN):
+    other = Session(params, CFG, selector=SpinSelector(config), **ROOM)
+    other._compiled = session._compiled
+    return other
+
+
+def test_sparsity_zero_gives_the_all_keep_tokens(params, prompts, kept):
+    session = Session(params, CFG, selector=SpinSelector(SpinConfig(sparsity=0.0)), **ROOM)
+    session._compiled |= {k: v for k, v in kept[0]._compiled.items() if k[0] == "prefill"}
+    assert session.turn(prompts, 40, stop=[]) == kept[1]
+    assert savings(session.selector_state, SPIN, 64, "float32").realized_sparsity == 0
+
+
+def test_savings_count_the_budget_of_every_step(params, pruned):
+    session, _ = pruned
+    counted = savings(session.selector_state, SPIN, CFG.index_head_dim, "float32")
+    scored = visible = 0
+    for length in LENGTHS:
+        for step in range(39):
+            slots = (length + step + 1) // 4
+            blocks = -(-slots // SPIN.block_size)
+            visible += blocks
+            first = step == 0
+            scored += blocks if first else int(block_budget(blocks, SPIN, CFG.index_topk))
+    layers = len(CFG.csa_layers)
+    assert counted.blocks_scored == scored * layers
+    assert counted.blocks_visible == visible * layers
+    assert counted.bytes_read == scored * layers * 4 * CFG.index_head_dim * 4
+    assert counted.realized_sparsity > 0.2
+
+
+def test_permuting_the_batch_permutes_the_answers(params, prompts, pruned):
+    session, answers = pruned
+    order = [3, 0, 2, 1]
+    permuted = fresh(params, session).turn([prompts[i] for i in order], 40, stop=[])
+    assert permuted == [answers[i] for i in order]
+
+
+def test_a_neighbour_that_finishes_changes_nothing(params, prompts, pruned):
+    session, answers = pruned
+    limits = [40, 1, 9, 40]
+    short = fresh(params, session).turn(prompts, limits, stop=[])
+    assert short == [a[:n] for a, n in zip(answers, limits, strict=True)]
+
+
+def test_a_turn_starts_spin_anew_and_keeps_the_cache(params, prompts, pruned):
+    session, answers = pruned
+    two = fresh(params, session)
+    assert two.turn(prompts, 40, stop=[]) == answers
+    before = two.lengths.copy()
+    two.turn([[1, 2, 3]] * 4, 2, stop=[])
+    # One decode step: the first of the turn, unpruned.
+    saved = savings(two.selector_state, SPIN, CFG.index_head_dim, "float32")
+    slots = [(int(n) + 4 + 1) // 4 for n in before]
+    assert saved.blocks_scored == saved.blocks_visible
+    assert saved.blocks_visible == len(CFG.csa_layers) * sum(-(-n // 4) for n in slots)
+
+
+def test_a_request_that_joins_later_decodes_the_same(params, prompts, pruned):
+    """Rows are prefilled and stepped by ``forward`` while others wait with no new tokens."""
+    selector = SpinSelector(SPIN, unpruned=True)
+    keys = jax.random.split(jax.random.key(7), 2)
+    step = jax.jit(forward, static_argnames=("cfg", "selector", "last_only"))
+
+    def run(late):
+        cache = init_cache(CFG, 2, 160)
+        state = selector.init(len(CFG.csa_layers), cache.layers[1].index_keys.values.shape[1], keys)
+        tokens = [list(prompts[1]), list(prompts[3])]
+        start = [0, late]
+        chosen = [[], []]
+        for t in range(24 + late):
+            active = [start[b] <= t < start[b] + 24 for b in range(2)]
+            for b in range(2):
+                if t == start[b]:
+                    for at in range(0, len(tokens[b]), 32):
+                        part = tokens[b][at : at + 32]
+                        block = np.zeros((2, 32), np.int32)
+                        block[b, : len(part)] = part
+                        count = np.zeros(2, np.int32)
+                        count[b] = len(part)
+                        cache = step(params, block, cache, CFG, num_new=count).cache
+            feed = np.array([[(3 + 11 * (t - start[b])) % 90] for b in range(2)], np.int32)
+            count = jnp.asarray(active, jnp.int32)
+            out = step(
+                params,
+                feed,
+                cache,
+                CFG,
+                num_new=count,
+                selector=selector,
+                selector_state=state,
+            )
+            cache = out.cache
+            state = tuple(
+                selector.commit(s, o, count) for s, o in zip(state, out.observations, strict=True)
+            )
+            for b in range(2):
+                if active[b]:
+                    chosen[b].append(np.asarray(out.logits[b, 0]))
+        return chosen
+
+    together, apart = run(0), run(5)
+    for a, b in zip(together, apart, strict=True):
+        np.testing.assert_array_equal(np.stack(a), np.stack(b))
+
+
+def test_selected_slots_are_the_best_of_the_scored(params):
+    """One layer's select and commit against numpy, straight from the formulas."""
+    rng = np.random.default_rng(3)
+    batch, slots, heads, width, top_k = 2, 64, 3, 8, 6
+    config = SpinConfig(sparsity=0.5, block_size=4, policy="none")
+    steady = SpinSelector(config)
+    keys = IndexKeys(jnp.asarray(rng.normal(size=(batch, slots, width)), jnp.float32))
+    (state,) = steady.init(1, slots, jax.random.split(jax.random.key(0), batch))
+    V, D = np.zeros((2, batch, slots), np.float32)
+    for t in range(6):
+        seen = np.array([40 + t, 17 + 2 * t])
+        q = rng.normal(size=(batch, 1, heads, width)).astype(np.float32)
+        w = rng.normal(size=(batch, 1, heads)).astype(np.float32)
+        selector = steady.for_step(first=t == 0)
+        num_slots = jnp.asarray(seen[:, None], jnp.int32)
+        query = IndexQuery(jnp.asarray(q), jnp.asarray(w))
+        got, observation = selector.select(query, keys, num_slots, state, top_k=top_k)
+        state = selector.commit(state, observation, jnp.ones(batch, jnp.int32))
+        for b in range(batch):
+            n = seen[b]
+            dots = np.maximum(np.asarray(keys.values[b]) @ q[b, 0].T, 0)
+            z = (dots * w[b, 0]).sum(-1)
+            i = np.arange(n)
+            predicted = np.maximum(V[b, :n], D[b, n - 1 - i])
+            blocks = -(-n // 4)
+            best = [predicted[4 * j : 4 * j + 4].max() for j in range(blocks)]
+            m = blocks if t == 0 else max(2, -(-top_k // 4), -(-blocks // 2))
+            order = sorted(set(range(blocks)) - {0, blocks - 1}, key=lambda j: (-best[j], j))
+            chosen = sorted([0, blocks - 1, *order[: m - 2]])
+            scored = [s for j in chosen for s in range(4 * j, min(4 * j + 4, n))]
+            expected = sorted(sorted(scored, key=lambda s: (-z[s], s))[:top_k])
+            assert [s for s in np.asarray(got[b, 0]).tolist() if s >= 0] == expected
+            for s in scored:
+                V[b, s] = 0.5 * V[b, s] + 0.5 * z[s]
+                D[b, n - 1 - s] = 0.5 * D[b, n - 1 - s] + 0.5 * z[s]
+        np.testing.assert_allclose(np.asarray(state.spin.V), V, atol=1e-5)
+        np.testing.assert_allclose(np.asarray(state.spin.D), D, atol=1e-5)
+
+
+def test_the_steady_step_scores_gathers_and_sorts_no_full_context(params):
+    """Nothing of size slots x heads remains, nor a sort or gather over all slots."""
+    cfg = CFG
+    max_len = 32768
+    slots = max_len // 4
+    selector = SpinSelector(SpinConfig(sparsity=0.5, block_size=64))
+    cache = jax.eval_shape(lambda: init_cache(cfg, 1, max_len))
+    keys = jax.random.split(jax.random.key(0), 1)
+    state = jax.eval_shape(lambda: selector.init(len(cfg.csa_layers), slots, keys))
+
+    def step(selector):
+        def run(params, tokens, cache, state):
+            out = forward(params, tokens, cache, cfg, selector=selector, selector_state=state)
+            one = jnp.ones((1,), jnp.int32)
+            return (
+                out.logits,
+                out.cache,
+                tuple(
+                    selector.commit(s, o, one) for s, o in zip(state, out.observations, strict=True)
+                ),
+            )
+
+        shapes = jax.eval_shape(lambda: init_params(cfg, jax.random.key(0)))
+        tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+        jitted = jax.jit(run, donate_argnums=(2, 3))
+        return jitted.lower(shapes, tokens, cache, state).compile().as_text()
+
+    def sizes(text, op):
+        found = []
+        for dims in re.findall(rf"= \(?\w+\[([\d,]*)\][^=]* {op}\(", text):
+            found.append(int(np.prod([int(d) for d in dims.split(",") if d] or [1])))
+        return found
+
+    def largest_scores(text):
+        """The largest float array that has an axis of the heads and one of many slots."""
+        heads = cfg.index_n_heads
+        most = 0
+        for dims in re.findall(r"f32\[([\d,]+)\]", text):
+            axes = [int(d) for d in dims.split(",")]
+            if axes[-1] == heads or heads in axes[1:]:
+                most = max(most, int(np.prod(axes)))
+        return most
+
+    steady, first = step(selector), step(selector.for_step(first=True))
+    heads = cfg.index_n_heads
+    assert largest_scores(first) >= slots * heads > largest_scores(steady)
+    assert max(sizes(steady, "sort") + [0]) < slots
+    # Half of the blocks are gathered, never all.
+    gathered = max(sizes(steady, "gather") + [0])
+    assert gathered <= slots // 2 * cfg.index_head_dim + 64 * cfg.index_head_dim
+
+
+def test_a_first_step_and_the_steady_steps_are_two_programs(pruned):
+    session, _ = pruned
+    kinds = {name[1].unpruned for name in session._compiled if name[0] == "decode"}
+    assert kinds == {False, True}
