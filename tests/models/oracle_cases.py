@@ -1,7 +1,7 @@
 """The variants of ``tests/oracle`` loaded for JAX, and one jitted step to run them with."""
 
 import sys
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,8 +70,7 @@ class Outputs(NamedTuple):
     """One array a CSA layer."""
 
 
-@partial(jax.jit, static_argnames="cfg")
-def step(
+def _step(
     params: Any, state: State, tokens: jax.Array, following: jax.Array, counts: jax.Array, *, cfg
 ) -> tuple[State, Outputs]:
     """Extend by ``counts[0, b]`` tokens, and the MTP block by ``counts[1, b]``."""
@@ -83,6 +82,13 @@ def step(
     return State(out.cache, draft.cache), Outputs(out.logits, draft.logits, slots)
 
 
+step = jax.jit(_step, static_argnames="cfg")
+# Compiles in half the time, for steps that run once.
+step_once = jax.jit(
+    _step, static_argnames="cfg", compiler_options={"xla_backend_optimization_level": 0}
+)
+
+
 def cut(ids: np.ndarray, at: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
     """Tokens ``at[b] .. at[b] + width - 1`` of each row and the ones after them, padded."""
     last, row = ids.shape[1] - 1, np.arange(len(ids))[:, None]
@@ -91,12 +97,39 @@ def cut(ids: np.ndarray, at: np.ndarray, width: int) -> tuple[np.ndarray, np.nda
 
 
 def advance(
-    case: Case, state: State, tokens: np.ndarray, following: np.ndarray, counts: Any
+    case: Case,
+    state: State,
+    tokens: np.ndarray,
+    following: np.ndarray,
+    counts: Any,
+    run: Any = step,
 ) -> tuple[State, Outputs]:
     """One step of ``counts[0][b]`` tokens, ``counts[1][b]`` in the MTP block; results as numpy."""
     counts = jnp.asarray(np.stack(counts), jnp.int32)
-    state, out = step(case.params, state, tokens, following, counts, cfg=case.cfg)
+    state, out = run(case.params, state, tokens, following, counts, cfg=case.cfg)
     return state, jax.tree.map(np.asarray, out)
+
+
+def whole_prompt(case: Case) -> Outputs:
+    """All of ``case.ids`` in one step from an empty cache just as long."""
+    rows, total = case.ids.shape
+    count = np.full(rows, total)
+    tokens, following = cut(case.ids, 0 * count, total)
+    state = empty(case.cfg, rows, total)
+    return advance(case, state, tokens, following, (count, count - 1), step_once)[1]
+
+
+def assert_whole_prompt(case: Case) -> None:
+    """Slots, logits and MTP logits as expected."""
+    out = whole_prompt(case)
+    for layer, slots in zip(case.cfg.csa_layers, out.slots, strict=True):
+        assert_slots(slots, case.expected[f"slots_{layer}"])
+    np.testing.assert_allclose(out.logits, case.expected["logits"], rtol=0, atol=TOLERANCE)
+    assert (out.mtp_logits is None) == ("mtp_logits" not in case.expected)
+    if out.mtp_logits is not None:
+        np.testing.assert_allclose(
+            out.mtp_logits[:, :-1], case.expected["mtp_logits"], rtol=0, atol=TOLERANCE
+        )
 
 
 def assert_slots(found: np.ndarray, expected: np.ndarray) -> None:
