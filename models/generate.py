@@ -114,7 +114,6 @@ class Session:
         self.keys: jax.Array | None = None
         self.selector_state: tuple[Any, ...] = ()
         self.timing = Timing()
-        self._compiled: dict[Any, Any] = {}
 
     def turn(
         self, prompts: Sequence[Any], max_new_tokens: int | Sequence[int], **options: Any
@@ -234,7 +233,7 @@ class Session:
                 tokens[i, : len(part)] = part
             num_new = jnp.asarray(np.clip(lengths - start, 0, chunk), jnp.int32)
             args = (self.params, jnp.asarray(tokens), num_new, self.cache, logits)
-            compiled = self._compile(("prefill", chunk), prefill_chunk, args, cfg=self.cfg)
+            compiled = self._program(prefill_chunk, args, cfg=self.cfg)
             begin = time.perf_counter()
             self.cache, logits = compiled(*args)
             jax.block_until_ready(logits)
@@ -244,9 +243,8 @@ class Session:
 
     def _decode(self, state: DecodeState, steps: int, selector: Selector) -> DecodeState:
         args = (self.params, state, jnp.int32(steps))
-        name = ("decode", selector, state.tokens.shape, state.stop.shape)
-        compiled = self._compile(
-            name, decode_steps, args, cfg=self.cfg, selector=selector, sampling=self.sampling
+        compiled = self._program(
+            decode_steps, args, cfg=self.cfg, selector=selector, sampling=self.sampling
         )
         before = int(np.asarray(state.count).sum())
         begin = time.perf_counter()
@@ -255,13 +253,28 @@ class Session:
         self.timing.decode_tokens += int(np.asarray(state.count).sum()) - before
         return state
 
-    def _compile(self, name: Any, function: Any, args: tuple[Any, ...], **static: Any) -> Any:
+    def _program(self, function: Any, args: tuple[Any, ...], **static: Any) -> Any:
         """Compile ahead of the first call, so that timings hold no compilation."""
-        if name not in self._compiled:
-            begin = time.perf_counter()
-            self._compiled[name] = function.lower(*args, **static).compile()
-            self.timing.compile_seconds += time.perf_counter() - begin
-        return self._compiled[name]
+        begin = time.perf_counter()
+        compiled = compiled_program(function, args, **static)
+        self.timing.compile_seconds += time.perf_counter() - begin
+        return compiled
+
+
+_PROGRAMS: dict[Any, Any] = {}
+_MOST_PROGRAMS = 64
+
+
+def compiled_program(function: Any, args: tuple[Any, ...], **static: Any) -> Any:
+    """The jitted function compiled for these arguments; every session shares the programs."""
+    leaves, tree = jax.tree.flatten(args)
+    shapes = tuple((x.shape, x.dtype, x.sharding) for x in leaves)
+    name = (function, tree, shapes, tuple(sorted(static.items(), key=lambda item: item[0])))
+    if name not in _PROGRAMS:
+        if len(_PROGRAMS) == _MOST_PROGRAMS:
+            del _PROGRAMS[next(iter(_PROGRAMS))]
+        _PROGRAMS[name] = function.lower(*args, **static).compile()
+    return _PROGRAMS[name]
 
 
 def _stop_rows(stop: Sequence[int] | Sequence[Sequence[int]], batch: int) -> np.ndarray:

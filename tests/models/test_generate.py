@@ -46,12 +46,10 @@ def answered(params, prompts):
 
 @pytest.fixture(scope="module")
 def single(params):
-    """Greedy answers one request at a time, by one compiled program."""
-    session = Session(params, CFG, batch=1, max_len=MAX_LEN, chunk=CHUNK)
+    """Greedy answers one request at a time."""
 
     def answer(prompt, count):
         fresh = Session(params, CFG, batch=1, max_len=MAX_LEN, chunk=CHUNK)
-        fresh._compiled = session._compiled
         return fresh.turn([prompt], count, stop=[])[0]
 
     return answer
@@ -72,7 +70,6 @@ def test_a_second_turn_equals_one_long_prompt(answered, single):
 def test_streaming_and_limits_give_the_same_tokens(params, answered):
     session, (prompts, _), (first, _) = answered
     fresh = Session(params, CFG, batch=4, max_len=MAX_LEN, chunk=CHUNK)
-    fresh._compiled = session._compiled
     limits = [24, 3, 1, 20]
     pieces = list(fresh.stream_turn(prompts, limits, stop=[], every=7))
     assert [len(p[0]) for p in pieces[:3]] == [1, 1, 7]
@@ -86,7 +83,6 @@ def test_streaming_and_limits_give_the_same_tokens(params, answered):
 def test_an_abandoned_stream_leaves_a_session_that_goes_on(params, answered, single):
     session, (prompts, second), (first, _) = answered
     fresh = Session(params, CFG, batch=4, max_len=MAX_LEN, chunk=CHUNK)
-    fresh._compiled = session._compiled
     stream = fresh.stream_turn(prompts, 24, stop=[], every=4)
     seen = [next(stream) for _ in range(3)]
     stream.close()
@@ -100,7 +96,6 @@ def test_an_abandoned_stream_leaves_a_session_that_goes_on(params, answered, sin
 def test_each_request_stops_at_its_own_tokens(params, answered):
     session, (prompts, _), (first, _) = answered
     fresh = Session(params, CFG, batch=4, max_len=MAX_LEN, chunk=CHUNK)
-    fresh._compiled = session._compiled
     stops = [[first[0][5]], [], [first[2][2]], [first[0][1]]]
     answers = fresh.turn(prompts, 24, stop=stops)
     for answer, whole, stop in zip(answers, first, stops, strict=True):
@@ -112,7 +107,6 @@ def test_eos_of_the_config_stops_by_default(params, answered):
     session, (prompts, _), (first, _) = answered
     eos = dataclasses.replace(CFG, eos_token_ids=(first[1][3],))
     fresh = Session(params, eos, batch=4, max_len=MAX_LEN, chunk=CHUNK)
-    fresh._compiled = session._compiled
     answers = fresh.turn(prompts, 24)
     assert answers[1] == first[1][: first[1].index(first[1][3]) + 1]
 
@@ -124,7 +118,6 @@ def test_draws_belong_to_the_request(params, prompts):
     answers = session.turn(same, 12, stop=[])
     order = [2, 0, 3, 1]
     fresh = Session(params, CFG, batch=4, max_len=64, chunk=CHUNK, sampling=sampling)
-    fresh._compiled = session._compiled
     permuted = fresh.turn([same[i] for i in order], 12, stop=[])
     assert permuted[1] == answers[0] and permuted[0] == answers[2]
     # Equal prompts are told apart by order, so their two answers swap with it.
@@ -133,7 +126,6 @@ def test_draws_belong_to_the_request(params, prompts):
     other = Session(
         params, CFG, batch=4, max_len=64, chunk=CHUNK, sampling=sampling, key=jax.random.key(5)
     )
-    other._compiled = session._compiled
     assert other.turn(same, 12, stop=[]) != answers
 
 
@@ -231,23 +223,16 @@ def test_temporaries_do_not_grow_with_the_cache():
 
 
 def test_the_loop_is_one_program_for_any_number_of_steps(params, prompts):
-    """Also: ``generate`` allocates what its longest request needs, and compiles two programs."""
-    made = []
-
-    class Spy(Session):
-        def __init__(self, *args, **options):
-            super().__init__(*args, **options)
-            made.append(self)
-
-    original, generate_module.Session = generate_module.Session, Spy
-    try:
-        answer = generate(params, CFG, [prompts[1]], 30, stop=[], chunk=CHUNK)
-    finally:
-        generate_module.Session = original
-    (session,) = made
-    assert session.cache.max_len == len(prompts[1]) + 30
-    assert sorted(name[0] for name in session._compiled) == ["decode", "prefill"]
-    assert len(answer[0]) == 30 and session.timing.decode_tokens == 29
+    """One to prefill and one to decode, whatever the session, its prompts and its steps."""
+    before = set(generate_module._PROGRAMS)
+    answer = generate(params, CFG, [prompts[1]], 30, stop=[], chunk=CHUNK)
+    assert len(answer[0]) == 30
+    made = set(generate_module._PROGRAMS) - before
+    assert sorted(name[0].__name__ for name in made) == ["decode_steps", "prefill_chunk"]
+    # 21 to 36 tokens in all: the same room for them and the same programs.
+    again = generate(params, CFG, [prompts[0]], 17, stop=[], chunk=CHUNK, max_len=36)
+    assert len(again[0]) == 17
+    assert set(generate_module._PROGRAMS) - before == made
 
 
 def test_sampling_keeps_exactly_the_likeliest():

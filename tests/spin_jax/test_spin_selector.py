@@ -41,19 +41,15 @@ def kept(params, prompts):
 @pytest.fixture(scope="module")
 def pruned(params, prompts, kept):
     session = Session(params, CFG, selector=SpinSelector(SPIN), **ROOM)
-    session._compiled |= {k: v for k, v in kept[0]._compiled.items() if k[0] == "prefill"}
     return session, session.turn(prompts, 40, stop=[])
 
 
-def fresh(params, session, config=SPIN):
-    other = Session(params, CFG, selector=SpinSelector(config), **ROOM)
-    other._compiled = session._compiled
-    return other
+def fresh(params, config=SPIN):
+    return Session(params, CFG, selector=SpinSelector(config), **ROOM)
 
 
 def test_sparsity_zero_gives_the_all_keep_tokens(params, prompts, kept):
     session = Session(params, CFG, selector=SpinSelector(SpinConfig(sparsity=0.0)), **ROOM)
-    session._compiled |= {k: v for k, v in kept[0]._compiled.items() if k[0] == "prefill"}
     assert session.turn(prompts, 40, stop=[]) == kept[1]
     assert savings(session.selector_state, SPIN, 64, "float32").realized_sparsity == 0
 
@@ -77,22 +73,22 @@ def test_savings_count_the_budget_of_every_step(params, pruned):
 
 
 def test_permuting_the_batch_permutes_the_answers(params, prompts, pruned):
-    session, answers = pruned
+    _, answers = pruned
     order = [3, 0, 2, 1]
-    permuted = fresh(params, session).turn([prompts[i] for i in order], 40, stop=[])
+    permuted = fresh(params).turn([prompts[i] for i in order], 40, stop=[])
     assert permuted == [answers[i] for i in order]
 
 
 def test_a_neighbour_that_finishes_changes_nothing(params, prompts, pruned):
-    session, answers = pruned
+    _, answers = pruned
     limits = [40, 1, 9, 40]
-    short = fresh(params, session).turn(prompts, limits, stop=[])
+    short = fresh(params).turn(prompts, limits, stop=[])
     assert short == [a[:n] for a, n in zip(answers, limits, strict=True)]
 
 
 def test_a_turn_starts_spin_anew_and_keeps_the_cache(params, prompts, pruned):
-    session, answers = pruned
-    two = fresh(params, session)
+    _, answers = pruned
+    two = fresh(params)
     assert two.turn(prompts, 40, stop=[]) == answers
     before = two.lengths.copy()
     two.turn([[1, 2, 3]] * 4, 2, stop=[])
@@ -240,9 +236,3 @@ def test_the_steady_step_scores_gathers_and_sorts_no_full_context(params):
     # Half of the blocks are gathered, never all.
     gathered = max(sizes(steady, "gather") + [0])
     assert gathered <= slots // 2 * cfg.index_head_dim + 64 * cfg.index_head_dim
-
-
-def test_a_first_step_and_the_steady_steps_are_two_programs(pruned):
-    session, _ = pruned
-    kinds = {name[1].unpruned for name in session._compiled if name[0] == "decode"}
-    assert kinds == {False, True}
