@@ -43,7 +43,8 @@ def mosaic_kernel(body: Callable[..., None], **options: Any) -> Callable[..., An
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
     if interpreted():
-        return plgpu.kernel(body, interpret=plgpu.InterpretGPUParams(), **options)
+        params = plgpu.InterpretGPUParams()  # pyright: ignore[reportAttributeAccessIssue]
+        return plgpu.kernel(body, interpret=params, **options)
 
     def overlapped(*refs, **scratch):
         # Programmatic dependent launch: the next kernel may be launched as soon as this one runs,

@@ -1,11 +1,12 @@
-"""Benchmarks: ``bench.py kernels`` times the indexer's and SPIN's operations on a GPU."""
+"""Benchmarks: ``bench.py kernels`` times the indexer's and SPIN's operations on a GPU,
+``bench.py decode`` the whole decode loop."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 
-SUBCOMMANDS = {"kernels": "bench_kernels"}
+SUBCOMMANDS = {"kernels": "bench_kernels", "decode": "bench_decode"}
 
 
 def main(argv: list[str]) -> None:

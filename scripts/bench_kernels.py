@@ -1,9 +1,10 @@
 """Times block selection, scoring, top-K and the EMA update: ours, XLA's and PyTorch's.
 
-``python scripts/bench.py kernels`` on a GPU prints a table and one JSON line, and writes it to
-``results/kernels_h200.json``. Stages are kernel durations from the profiler; a total is a whole
-step, timed in a loop inside one jit, whose position differs from step to step and whose V and D are
-carried. Random priorities are an input. Everything that is timed is first checked.
+``python scripts/bench.py kernels`` on a GPU prints a table and one JSON line, and writes both to
+``results/kernels_h200.json``; a run of some ``--parts`` leaves the rows of the others in the file.
+All parts take about ten minutes, most of them compilation. Stages are kernel durations from the
+profiler; a total is a whole step, timed in a loop inside one jit, whose position differs from step
+to step and whose V and D are carried. Random priorities are an input. What is timed is checked.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import bench_timing
+import bench_torch
 import jax
 import jax.numpy as jnp
 
 import pallas_kernels as ops
 
+PARTS = ("torch", "stages", "totals", "grid")
 BLOCK, HEADS, WIDTH = 64, 64, 128
 EXPLORATION, DECAY = 0.05, 0.5
 REPEATS = 5
@@ -90,14 +93,15 @@ def all_keep_step(i, state, x: Inputs, *, impl: Any, top_k: int):
 
 def spin_step(i, state, x: Inputs, *, impl: Any, top_k: int, capacity: int, fused: bool):
     """Selects blocks, scores them, takes the K highest and updates V and D."""
+    V, D_rev = state
     x = x._replace(num_slots=x.num_slots - i % 8)
     select, score, choose, ema, both = stages(impl, top_k, capacity)
-    ids, _ = select(*state, x)
+    ids, _ = select(V, D_rev, x)
     scores, block_max = score(x, ids)
     if fused:
-        chosen, *state = both(*state, scores, ids, x, block_max)
-        return tuple(state), chosen
-    return ema(*state, scores, ids, x), choose(scores, ids, block_max)
+        chosen, V, D_rev = both(V, D_rev, scores, ids, x, block_max)
+        return (V, D_rev), chosen
+    return ema(V, D_rev, scores, ids, x), choose(scores, ids, block_max)
 
 
 def total(args, impl: Any, batch, slots, fp8, sparsity, *, live, capacity, unroll, fused):
@@ -267,10 +271,12 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--top-k", type=int, default=512)
     parser.add_argument("--grid-batches", type=int, nargs="*", default=[1, 8, 32, 96])
     parser.add_argument("--grid-slots", type=int, nargs="*", default=[8192, 32768, 131072, 262144])
-    parser.add_argument("--no-torch", action="store_true")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--out", type=Path, default=Path("results/kernels_h200.json"))
     args = parser.parse_args(argv)
-    torch = None if args.no_torch else torch_rows(args)
+    torch = None
+    if "torch" in args.parts:
+        torch = bench_torch.run(args.batches, args.slots, args.top_k)
     if jax.default_backend() != "gpu":
         sys.exit(f"bench.py kernels needs a GPU; JAX's default backend is {jax.default_backend()}")
 
@@ -286,24 +292,32 @@ def main(argv: list[str]) -> None:
                      "exploration": EXPLORATION},
         "floors": floors(),
         "checks": [],
-        "rows": show(torch["rows"] if torch else []),
+        "rows": [],
     }  # fmt: skip
+    if args.out.exists():
+        before = json.loads(args.out.read_text())
+        report["rows"] = [row for row in before["rows"] if row["part"] not in args.parts]
+        if "stages" not in args.parts:
+            report["checks"] = before["checks"]
 
-    def add(rows):
+    def add(part, rows):
         """Keeps what has been measured, should a later part fail."""
-        report["rows"] += show(rows)
+        report["rows"] += [row | {"part": part} for row in show(rows)]
         report["summary"] = summary(args, report["rows"])
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(report, indent=1) + "\n")
 
-    for batch in args.batches:
+    add("torch", torch["rows"] if torch else [])
+    for batch in args.batches if "stages" in args.parts else ():
         for fp8 in (False, True):
             for sparsity in (0.0, 0.4):
                 rows, checks = stage_rows(args, batch, args.slots, fp8, sparsity)
                 report["checks"] += [{"batch": batch, "fp8": fp8} | checks] if checks else []
-                add(rows)
-    add(run_totals(headline(args)))
-    add(run_totals(grid(args)))
+                add("stages", rows)
+    if "totals" in args.parts:
+        add("totals", run_totals(headline(args)))
+    if "grid" in args.parts:
+        add("grid", run_totals(grid(args)))
     print(json.dumps({k: v for k, v in report.items() if k != "rows"}))
 
 
@@ -344,7 +358,7 @@ def summary(args, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Ratios of totals at the headline size, and from how many slots SPIN 40% pays."""
     totals = {
         tuple(r[name] for name in ("impl", "keys", "sparsity", "batch", "slots")): r["us"]
-        for r in reversed(rows)  # the headline comes before the grid
+        for r in sorted(rows, key=lambda r: r["part"] == "totals")  # the last counts
         if r["stage"] == "total" and not {"live_slots", "launches"} & set(r)
     }
 
@@ -364,20 +378,10 @@ def summary(args, rows: list[dict[str, Any]]) -> dict[str, Any]:
     for batch in args.grid_batches:
         gains = {s: ratio(("pallas", "bf16", 0.0, batch, s), ("pallas", "bf16", 0.4, batch, s))
                  for s in args.grid_slots}  # fmt: skip
-        pays = [s for s, gain in gains.items() if gain and gain > 1]
-        result[f"batch {batch}: SPIN 40% pays from slots"] = min(pays, default=None)
+        if any(gains.values()):
+            pays = [s for s, gain in gains.items() if gain and gain > 1]
+            result[f"batch {batch}: SPIN 40% pays from slots"] = min(pays, default=None)
     return result
-
-
-def torch_rows(args) -> dict[str, Any] | None:
-    """PyTorch's rows, from a process of its own; None where it is not installed."""
-    command = [sys.executable, str(Path(__file__).with_name("bench_torch.py")),
-               json.dumps(args.batches), str(args.slots), str(args.top_k)]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
-    if done.returncode:
-        print("no PyTorch rows:", done.stderr.strip().splitlines()[-1:])
-        return None
-    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def git_commit() -> str:

@@ -1,16 +1,28 @@
 """The all-keep indexer in compiled PyTorch with ``torch.topk``, timed with CUDA events.
 
-Prints one JSON line; ``bench_kernels.py`` runs it in a process of its own.
+As a program it prints one JSON line; ``run`` runs it in a process of its own.
 """
 
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+from typing import Any
+
+
+def run(batches: list[int], slots: int, top_k: int) -> dict[str, Any] | None:
+    """PyTorch's version and rows; None where it is not installed or fails."""
+    command = [sys.executable, __file__, json.dumps(batches), str(slots), str(top_k)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    if done.returncode:
+        print("no PyTorch rows:", done.stderr.strip().splitlines()[-1:])
+        return None
+    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def main(batches: list[int], slots: int, top_k: int) -> None:
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
 
     def scores(q, w, keys):
         dots = torch.einsum("bnx,bsx->bns", q, keys)

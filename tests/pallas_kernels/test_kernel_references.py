@@ -77,7 +77,8 @@ def test_select_blocks(slots, block):
     V, D_rev, N, budget, explore, priority = (np.stack(x) for x in zip(*cases, strict=True))
     N, budget, explore = (x.astype(np.int32) for x in (N, budget, explore))
     for capacity in (-(-slots // block), 4):
-        ids, count = pallas_kernels.select_blocks(
+        select = jax.jit(pallas_kernels.select_blocks, static_argnames=("block_size", "capacity"))
+        ids, count = select(
             V, D_rev, N, budget, explore, priority, block_size=block, capacity=capacity
         )
         for b, case in enumerate(cases):
@@ -109,7 +110,8 @@ def test_ema_scatter(slots, block, dtype):
         scores[rng.random(scores.shape) < 0.1] = bad
     ids = np.stack([ascending_blocks(rng, num_blocks, c, C) for c in (4, 3, 2, 1, 0)])
     N = np.array([slots, slots - 3, 11, 1, 0], np.int32)
-    got = pallas_kernels.ema_scatter(V, D_rev, scores, ids, N, block_size=block, decay=0.75)
+    update = jax.jit(pallas_kernels.ema_scatter, static_argnames=("block_size", "decay"))
+    got = update(V, D_rev, scores, ids, N, block_size=block, decay=0.75)
     for b in range(B):
         expected = brute_force.ema_scatter(V[b], D_rev[b], scores[b], ids[b], N[b], block, 0.75)
         for mine, theirs, old in zip(got, expected, (V, D_rev), strict=True):
@@ -117,6 +119,24 @@ def test_ema_scatter(slots, block, dtype):
             np.testing.assert_array_equal(after[theirs == before], before[theirs == before])
             tolerance = 1e-6 if dtype == "float32" else 2e-2
             np.testing.assert_allclose(after, theirs, atol=tolerance)
+
+
+def test_top_k_and_observe_is_both():
+    rng = np.random.default_rng(3)
+    V, D_rev = rng.normal(size=(2, 2, 64)).astype(np.float32)
+    ids = np.stack([ascending_blocks(rng, 8, c, 5) for c in (5, 2)])
+    scores = rng.normal(size=(2, 40)).astype(np.float32)
+    scores[1, 16:] = -np.inf
+    N = np.array([64, 60], np.int32)
+    both = jax.jit(
+        lambda s, *x: pallas_kernels.top_k_and_observe(s, 9, *x, block_size=8, decay=0.5)
+    )
+    got = both(scores, V, D_rev, ids, N)
+    for b in range(2):
+        assert got[0][b].tolist() == brute_force.top_k_slots(scores[b], 9, ids[b], 8)
+        expected = brute_force.ema_scatter(V[b], D_rev[b], scores[b], ids[b], N[b], 8, 0.5)
+        for mine, theirs in zip(got[1:], expected, strict=True):
+            np.testing.assert_allclose(mine[b], theirs, atol=1e-6)
 
 
 def test_references_work_under_vmap_and_scan():

@@ -29,9 +29,15 @@ def kernels(text):
     return text.count("custom_call @mosaic_gpu")
 
 
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("blocks", ["all", "some"])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "dtype,blocks,rows",
+    [
+        (jnp.bfloat16, "all", 1),
+        (jnp.bfloat16, "some", 4),
+        (jnp.float8_e4m3fn, "all", 4),
+        (jnp.float8_e4m3fn, "some", 1),
+    ],
+)
 def test_index_scores(dtype, blocks, rows):
     def call(q, w, keys, num_slots, ids, scales):
         return pallas_kernels.index_scores(
@@ -58,7 +64,7 @@ def test_top_k_slots(k, blocks):
 
 
 @pytest.mark.parametrize("dtype", [f32, jnp.bfloat16])
-@pytest.mark.parametrize("slots", [8192, S, 262144])
+@pytest.mark.parametrize("slots", [8192, 262144])
 def test_select_blocks(slots, dtype):
     def call(*x):
         return pallas_kernels.select_blocks(
@@ -86,6 +92,17 @@ def test_ema_scatter_updates_its_operands_in_place():
     assert text.count("#stablehlo.output_operand_alias<") == 2
     for argument in (0, 1):
         assert f"tf.aliasing_output = {argument}" in text
+
+
+def test_top_k_and_observe_updates_its_operands_in_place():
+    def call(V, D_rev, scores, ids, num_slots):
+        return pallas_kernels.top_k_and_observe(
+            scores, K, V, D_rev, ids, num_slots, block_size=64, decay=0.5, implementation="mosaic"
+        )
+
+    text = lower(call, *EMA_ARGUMENTS, donate=(0, 1))
+    assert kernels(text) == 1
+    assert text.count("#stablehlo.output_operand_alias<") == 2
 
 
 def test_kernels_lower_under_scan_and_vmap():
