@@ -29,6 +29,7 @@ from models.layers import (
     F32,
     Rotation,
     apply_rope,
+    full_precision,
     hadamard_rotate,
     linear,
     mean_square_scale,
@@ -152,7 +153,7 @@ def attention(
     # Group j projects its own heads with its own rows of wo_a.
     o = o.reshape(*x.shape[:2], cfg.o_groups, -1)
     wo_a = p["wo_a"].reshape(cfg.o_groups, cfg.o_lora_rank, -1)
-    o = jnp.einsum("btgc,goc->btgo", o, wo_a, preferred_element_type=F32).astype(x.dtype)
+    o = _einsum("btgc,goc->btgo", o, wo_a).astype(x.dtype)
     out = linear(o.reshape(*x.shape[:2], -1), p["wo_b"])
     return Attended(out, cache, observation, slots, query)
 
@@ -232,4 +233,5 @@ def _attend(
 
 
 def _einsum(formula: str, a: Array, b: Array) -> Array:
-    return jnp.einsum(formula, a, b, preferred_element_type=F32)
+    precision = full_precision(b)
+    return jnp.einsum(formula, a, b, precision=precision, preferred_element_type=F32)

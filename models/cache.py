@@ -93,6 +93,8 @@ def init_cache(
     Raises:
         ValueError: a size that is not positive.
     """
+    if max_len >= 2**31 - max_draft:
+        raise ValueError(f"max_len is {max_len}; positions are int32, choose less than 2^31")
     if batch < 1 or max_len < 1 or max_draft < 0:
         raise ValueError(
             f"batch {batch} and max_len {max_len} must be at least 1 and max_draft {max_draft} "
@@ -152,7 +154,7 @@ class RingPlan(NamedTuple):
     """
 
     write: Int32[Array, "B T"]
-    """Ring row of each new token; ``size``, which is dropped, for those not to be kept."""
+    """Ring row of each new token; beyond ``size``, which drops it, for those not to be kept."""
     held: Int32[Array, "B M"]
     """The token in each row of the history; negative where there is none."""
 
@@ -161,7 +163,9 @@ def plan_ring(step: Step, size: int, max_draft: int) -> RingPlan:
     tokens = step.positions.shape[1]
     # Of a step longer than the ring only the last tokens stay.
     keep = step.valid & (step.positions >= step.end[:, None] - size)
-    write = jnp.where(keep, jax.lax.rem(step.positions, jnp.int32(size)), size)
+    # Dropped rows get distinct places beyond the end, as the scatter's indices must be.
+    beyond = size + jnp.arange(tokens, dtype=jnp.int32)[None]
+    write = jnp.where(keep, jax.lax.rem(step.positions, jnp.int32(size)), beyond)
     short = tokens <= max_draft + 1
     last = (step.end if short else step.length)[:, None] - 1
     age = last + size - jnp.arange(size, dtype=jnp.int32)[None]

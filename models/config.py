@@ -101,7 +101,7 @@ class ModelConfig:
             raise ValueError(f"no model configuration at {path}: expected a release's config.json")
         try:
             data = json.loads(path.read_text())
-        except json.JSONDecodeError as error:
+        except ValueError as error:
             raise ValueError(f"{path} is not valid JSON ({error}); fetch it again") from error
         return cls.from_dict(data)
 
@@ -114,6 +114,7 @@ class ModelConfig:
         """
         if not isinstance(data, Mapping):
             raise ValueError(f"config.json must hold one JSON object, not {type(data).__name__}")
+        data = _with_derived({k: v for k, v in data.items() if v is not None})
         kind = data.get("model_type", "deepseek_v4")
         if kind != "deepseek_v4":
             raise ValueError(f"model_type is {kind!r}; only 'deepseek_v4' is supported")
@@ -131,8 +132,8 @@ class ModelConfig:
             values[field.name] = _coerce(field.name, raw, str(field.type))
         if missing:
             raise ValueError(f"config.json lacks {', '.join(missing)}; take it from the release")
-        eos = data.get("eos_token_id", 1)
-        eos = [] if eos is None else eos if isinstance(eos, list | tuple) else [eos]
+        eos = data.get("eos_token_id", [])
+        eos = eos if isinstance(eos, list | tuple) else [eos]
         values["eos_token_ids"] = tuple(_coerce("eos_token_id", e, "int") for e in eos)
         values["yarn"] = rope.get("yarn")
         _check_fixed_choices(data)
@@ -158,6 +159,36 @@ class ModelConfig:
         if self.yarn is not None:
             data["rope_scaling"] = {"type": "yarn", **dataclasses.asdict(self.yarn)}
         return data
+
+
+def _with_derived(data: dict[str, Any]) -> dict[str, Any]:
+    """Add the release's keys where a file names layers in the transformers library's way."""
+    kinds = {
+        "sliding_attention": SLIDING,
+        "compressed_sparse_attention": CSA,
+        "heavily_compressed_attention": HCA,
+    }
+    layers = data.get("layer_types")
+    if "compress_ratios" not in data and isinstance(layers, list):
+        unknown = [name for name in layers if name not in kinds]
+        if unknown:
+            raise ValueError(f"layer_types has {unknown[0]!r}; known: {', '.join(kinds)}")
+        mtp = data.get("num_nextn_predict_layers", 1)
+        data["compress_ratios"] = [kinds[name] for name in layers] + [SLIDING] * mtp
+        rates = data.get("compress_rates", {})
+        for name, ratio in kinds.items():
+            if isinstance(rates, Mapping) and rates.get(name, ratio) != ratio:
+                raise ValueError(f"compress_rates of {name} is {rates[name]}; it must be {ratio}")
+    experts = data.get("mlp_layer_types")
+    if "num_hash_layers" not in data and isinstance(experts, list):
+        count = experts.count("hash_moe")
+        if "hash_moe" in experts[count:]:
+            raise ValueError("mlp_layer_types must have its hash_moe layers first")
+        data["num_hash_layers"] = count
+    share = data.get("partial_rotary_factor")
+    if "qk_rope_head_dim" not in data and share is not None and "head_dim" in data:
+        data["qk_rope_head_dim"] = data["head_dim"] * share
+    return data
 
 
 def _coerce(name: str, raw: Any, annotation: str) -> Any:
@@ -202,20 +233,19 @@ def _rope_values(data: Mapping[str, Any]) -> dict[str, Any]:
             found.setdefault("rope_theta", nested.get("rope_theta"))
             found.setdefault("compress_rope_theta", nested.get("compress_rope_theta"))
             scaling = scaling or nested
+    if scaling is not None and not isinstance(scaling, Mapping):
+        raise ValueError(f"rope_scaling must be a JSON object or null, not {scaling!r}")
     if isinstance(scaling, Mapping):
-        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        kind = scaling.get("rope_type") or scaling.get("type") or "default"
         if kind == "yarn":
-            try:
-                found["yarn"] = YarnConfig(
-                    factor=float(scaling["factor"]),
-                    original_max_position_embeddings=int(
-                        scaling["original_max_position_embeddings"]
-                    ),
-                    beta_fast=float(scaling.get("beta_fast", 32)),
-                    beta_slow=float(scaling.get("beta_slow", 1)),
-                )
-            except KeyError as error:
-                raise ValueError(f"the YaRN rope_scaling lacks {error}") from error
+            values = {}
+            for field in dataclasses.fields(YarnConfig):
+                raw = scaling.get(field.name)
+                if raw is not None:
+                    values[field.name] = _coerce(f"rope_scaling {field.name}", raw, str(field.type))
+                elif field.default is dataclasses.MISSING:
+                    raise ValueError(f"the YaRN rope_scaling lacks {field.name}")
+            found["yarn"] = YarnConfig(**values)
         elif kind not in ("default", "main", "compress"):
             raise ValueError(f"rope scaling {kind!r} is not supported; expected 'yarn' or none")
     return found
@@ -257,8 +287,11 @@ def _validate(cfg: ModelConfig) -> None:
     for name in "num_hash_layers n_shared_experts num_nextn_predict_layers".split():
         value = getattr(cfg, name)
         require(value >= 0, f"{name} must not be negative, not {value}")
-    for name in "rope_theta compress_rope_theta swiglu_limit rms_norm_eps hc_eps".split():
-        value = getattr(cfg, name)
+    positive = "swiglu_limit rms_norm_eps hc_eps routed_scaling_factor rope_theta".split()
+    numbers = {name: getattr(cfg, name) for name in (*positive, "compress_rope_theta")}
+    if cfg.yarn is not None:
+        numbers |= {f"rope_scaling {k}": v for k, v in dataclasses.asdict(cfg.yarn).items()}
+    for name, value in numbers.items():
         require(
             math.isfinite(value) and value > 0, f"{name} must be a positive number, not {value}"
         )
@@ -276,6 +309,9 @@ def _validate(cfg: ModelConfig) -> None:
         )
     for ratio in cfg.compress_ratios[cfg.num_hidden_layers :]:
         require(ratio == SLIDING, f"an MTP layer must have compress ratio 0, not {ratio}")
+    for name in ("rope_theta", "compress_rope_theta"):
+        value = getattr(cfg, name)
+        require(value > 1, f"{name} must be more than 1, the base of a falling series, not {value}")
     n = cfg.qk_rope_head_dim
     require(cfg.head_dim % 2 == 0, f"head_dim must be even (rotary pairs), not {cfg.head_dim}")
     require(

@@ -102,8 +102,9 @@ class Session:
     ) -> None:
         if chunk < 1:
             raise ValueError(f"chunk is {chunk}; prefill takes at least one token at a time")
-        self.params, self.cfg = params, cfg
-        self.selector, self.sampling = selector, sampling
+        self.params, self.cfg = jax.tree.map(jnp.asarray, params), cfg
+        self.selector = selector if cfg.csa_layers else ALL_KEEP
+        self.sampling = sampling
         self.chunk = chunk
         self.key = jax.random.key(0) if key is None else key
         self.cache: Cache = init_cache(cfg, batch, max_len, dtype=dtype)
@@ -114,6 +115,7 @@ class Session:
         self.keys: jax.Array | None = None
         self.selector_state: tuple[Any, ...] = ()
         self.timing = Timing()
+        self._interrupted = False
 
     def turn(
         self, prompts: Sequence[Any], max_new_tokens: int | Sequence[int], **options: Any
@@ -146,11 +148,20 @@ class Session:
             ValueError: an empty prompt, a token outside the vocabulary, or more tokens than
                 ``max_len`` allows; nothing has changed then.
         """
+        if self._interrupted:
+            raise ValueError(
+                "this session was interrupted within a step and its state is lost; make a new one"
+            )
         batch = len(self.lengths)
         if len(prompts) != batch:
             raise ValueError(f"{len(prompts)} prompts for a session of {batch} requests")
         given = [check_ids(p, self.cfg, f"prompt {i}") for i, p in enumerate(prompts)]
-        limit = np.broadcast_to(np.asarray(max_new_tokens, np.int64), (batch,))
+        limit = np.asarray(max_new_tokens)
+        if not np.issubdtype(limit.dtype, np.integer) or limit.shape not in ((), (batch,)):
+            raise ValueError(
+                f"max_new_tokens is {max_new_tokens!r}; expected one integer or {batch} of them"
+            )
+        limit = np.broadcast_to(limit.astype(np.int64), (batch,))
         if (limit < 1).any():
             raise ValueError(f"max_new_tokens is {limit.min()}; it must be at least 1")
         if every is not None and every < 1:
@@ -175,6 +186,8 @@ class Session:
         stop: np.ndarray,
         every: int | None,
     ) -> Iterator[list[list[int]]]:
+        # Steps donate their state: what an interrupted one was given is gone.
+        self._interrupted = True
         batch, layers = len(rows), len(self.cfg.csa_layers)
         if self.keys is None:
             self.keys = request_keys(self.key, given)
@@ -216,10 +229,11 @@ class Session:
                 first = False
         finally:
             # Also when the consumer stops early: the session goes on from what was generated.
-            self.cache, self.selector_state = state.cache, state.selector_state
-            count = np.asarray(state.count)
-            self.unfed = [[int(t)] for t in np.asarray(state.token)]
-            self.lengths = self.lengths + count - 1
+            if not state.count.is_deleted():
+                self.cache, self.selector_state = state.cache, state.selector_state
+                self.unfed = [[int(t)] for t in np.asarray(state.token)]
+                self.lengths = self.lengths + np.asarray(state.count) - 1
+                self._interrupted = False
 
     def _prefill(self, rows: list[np.ndarray]) -> jax.Array:
         lengths = np.array([len(r) for r in rows])
@@ -269,7 +283,9 @@ def compiled_program(function: Any, args: tuple[Any, ...], **static: Any) -> Any
     """The jitted function compiled for these arguments; every session shares the programs."""
     leaves, tree = jax.tree.flatten(args)
     shapes = tuple((x.shape, x.dtype, x.sharding) for x in leaves)
-    name = (function, tree, shapes, tuple(sorted(static.items(), key=lambda item: item[0])))
+    config: Any = jax.config
+    context = (config.jax_default_matmul_precision, config.jax_enable_x64)
+    name = (function, tree, shapes, context, *sorted(static.items(), key=lambda item: item[0]))
     if name not in _PROGRAMS:
         if len(_PROGRAMS) == _MOST_PROGRAMS:
             del _PROGRAMS[next(iter(_PROGRAMS))]
@@ -279,6 +295,8 @@ def compiled_program(function: Any, args: tuple[Any, ...], **static: Any) -> Any
 
 def _stop_rows(stop: Sequence[int] | Sequence[Sequence[int]], batch: int) -> np.ndarray:
     """Stop tokens as a [B, E] array, padded with -1, which no token equals."""
+    if isinstance(stop, np.ndarray):
+        stop = stop.tolist()
     each = [s if isinstance(s, Sequence) else None for s in stop]
     rows: list[Sequence[int]]
     if any(s is not None for s in each):
@@ -287,6 +305,9 @@ def _stop_rows(stop: Sequence[int] | Sequence[Sequence[int]], batch: int) -> np.
         rows = [s for s in each if s is not None]
     else:
         rows = [[int(s) for s in stop]] * batch  # type: ignore[arg-type]
+    wrong = [s for row in rows for s in row if not 0 <= int(s) < 2**31]
+    if wrong:
+        raise ValueError(f"stop token {wrong[0]} is no token; leave the list empty to never stop")
     array = np.full((batch, max(1, *(len(r) for r in rows))), -1, np.int32)
     for i, row in enumerate(rows):
         array[i, : len(row)] = row

@@ -23,8 +23,14 @@ def linear(
 ) -> Float[Array, "... o"]:
     """``x W^T`` accumulated in float32; the result has ``dtype``, by default that of ``x``."""
     dims = (((x.ndim - 1,), (1,)), ((), ()))
-    out = jax.lax.dot_general(x, weight, dims, preferred_element_type=F32)
+    precision = full_precision(x)
+    out = jax.lax.dot_general(x, weight, dims, precision=precision, preferred_element_type=F32)
     return out.astype(x.dtype if dtype is None else dtype)
+
+
+def full_precision(x: Array) -> jax.lax.Precision | None:
+    """Float32 products stay float32: by default a GPU would round their factors to TF32."""
+    return jax.lax.Precision.HIGHEST if x.dtype == F32 else None
 
 
 def mean_square_scale(x: Float[Array, "... c"], eps: float) -> Float[Array, "... 1"]:
@@ -65,7 +71,7 @@ def rope_frequencies(cfg: ModelConfig, *, compressed: bool) -> np.ndarray:
         low = max(math.floor(dimension(yarn.beta_fast)), 0)
         high = min(math.ceil(dimension(yarn.beta_slow)), n - 1)
         # Equal bounds leave a step instead of a ramp; the small width avoids 0 / 0.
-        ramp = np.clip((k - low) / max(high - low, 1e-3), 0, 1)
+        ramp = np.clip((k - low) / ((high - low) or 1e-3), 0, 1)
         freqs = freqs / yarn.factor * ramp + freqs * (1 - ramp)
     return freqs.astype(np.float32)
 

@@ -61,7 +61,8 @@ def forward(
     Requests may have different lengths, and different numbers of new tokens (right-padded; zero
     leaves a request as it is). Rows of padding hold garbage. Nothing checks that
     ``length + num_new`` stays within ``cache.max_len``: lengths live on the device, so the caller
-    who knows them checks (``generate`` and ``score`` do).
+    who knows them checks (``generate`` and ``score`` do). More requests are a larger B: under vmap
+    the grouped expert product of long steps has no batching rule.
 
     Args:
         selector_state: one state a CSA layer; needed by selectors that keep one.
@@ -94,7 +95,8 @@ def forward(
             plan,
             ratio,
             cfg,
-            selector,
+            # One program for layers without an indexer, whatever the selector.
+            selector if i in cfg.csa_layers else ALL_KEEP,
             state,
         )
         layers.append(layer)

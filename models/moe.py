@@ -5,6 +5,7 @@ Source: the spec's "Block" heading.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from models.config import ModelConfig
-from models.layers import F32, linear
+from models.layers import F32, full_precision, linear
 
 
 def route(
@@ -53,11 +54,10 @@ def _gathered_experts(
         p[name].at[experts].get(mode="promise_in_bounds", wrap_negative_indices=False)
         for name in ("w1", "w2", "w3")
     )
-    gate = jnp.einsum("nkid,nd->nki", w1, x, preferred_element_type=F32)
-    up = jnp.einsum("nkid,nd->nki", w3, x, preferred_element_type=F32)
+    product = partial(jnp.einsum, precision=full_precision(x), preferred_element_type=F32)
+    gate, up = product("nkid,nd->nki", w1, x), product("nkid,nd->nki", w3, x)
     hidden = (weights[..., None] * _swiglu(gate, up, limit)).astype(x.dtype)
-    out = jnp.einsum("nkdi,nki->nkd", w2, hidden, preferred_element_type=F32)
-    return jnp.sum(out, axis=1)
+    return jnp.sum(product("nkdi,nki->nkd", w2, hidden), axis=1)
 
 
 def _grouped_experts(
@@ -75,7 +75,11 @@ def _grouped_experts(
 
     def grouped(rows: Array, matrices: Array) -> Array:
         return jax.lax.ragged_dot(
-            rows, jnp.swapaxes(matrices, 1, 2), sizes, preferred_element_type=F32
+            rows,
+            jnp.swapaxes(matrices, 1, 2),
+            sizes,
+            precision=full_precision(x),
+            preferred_element_type=F32,
         )
 
     rows = x[token]

@@ -34,12 +34,14 @@ GREEDY = Sampling()
 
 
 def filtered_logits(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:
-    """``logits / temperature`` with minus infinity outside top-k and then top-p.
+    """``(logits - max) / temperature`` with minus infinity outside top-k and then top-p.
 
     The softmax of the result is the distribution that is sampled. Tokens equal to the last one
     kept are cut off by number, so exactly k stay; the likeliest token always stays.
     """
-    logits = logits / sampling.temperature
+    # The maximum first: a tiny temperature would overflow, and several infinities tie.
+    temperature = max(sampling.temperature, float(jnp.finfo(jnp.float32).tiny))
+    logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature
     vocab = logits.shape[-1]
     top_k = min(sampling.top_k or vocab, vocab)
     if top_k == vocab and sampling.top_p == 1:

@@ -98,6 +98,7 @@ def score(
     cache = init_cache(cfg, batch, total, dtype=dtype)
     mtp_cache = init_cache(cfg, batch, total, dtype=dtype, mtp=True) if mtp else None
     key = jax.random.key(0) if key is None else key
+    selector = selector if cfg.csa_layers else ALL_KEEP
     slots = [c.index_keys.values.shape[1] for c in cache.layers if c.index_keys]
     state = selector.init(len(cfg.csa_layers), max(slots, default=0), request_keys(key, list(ids)))
 

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import argparse
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from models.checkpoint import load_checkpoint, load_release
 from models.config import ModelConfig
+from models.params import init_params
+from models.presets import shrink, tiny_config
 from models.selector import ALL_KEEP, Selector
 from spin_jax import SpinConfig, SpinSelector, savings
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+DTYPE_HELP = "of weights and activations (as converted; float32 for a release folder)"
 
 
 def make_parser(doc: str | None, examples: str) -> argparse.ArgumentParser:
@@ -31,6 +36,11 @@ def run(main: Callable[[], None]) -> int:
         main()
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        print(f"error: out of memory: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
@@ -98,8 +108,15 @@ def spin_report(
     }
 
 
-def load_model(checkpoint: str, dtype: str | None) -> tuple[Any, ModelConfig]:
-    """Parameters and config of a converted checkpoint, or of a release folder that fits memory."""
+def load_model(checkpoint: str | None, dtype: str | None) -> tuple[Any, ModelConfig]:
+    """Parameters and config of a converted checkpoint, or of a release folder that fits memory.
+
+    Without a checkpoint a small random model, to see the commands work.
+    """
+    if checkpoint is None:
+        print("no --checkpoint: a small random model, whose text is noise", file=sys.stderr)
+        cfg = shrink(tiny_config(), layers=4)
+        return init_params(cfg, jax.random.key(0), DTYPES[dtype or "float32"]), cfg
     folder = Path(checkpoint)
     wanted = None if dtype is None else DTYPES[dtype]
     if any(folder.glob("*.safetensors")) or (folder / "model.safetensors.index.json").exists():
@@ -111,7 +128,7 @@ def load_ids(path: str) -> np.ndarray:
     """An integer array from an ``.npy`` file."""
     try:
         ids = np.load(path, allow_pickle=False)
-    except (ValueError, EOFError) as error:
+    except (ValueError, EOFError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path} is not an .npy file of integers: {error}") from error
     if not isinstance(ids, np.ndarray):
         raise ValueError(f"{path} is an archive; save one array with numpy.save")

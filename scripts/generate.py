@@ -12,7 +12,7 @@ import command
 import jax
 import numpy as np
 
-from models.generate import PREFILL_CHUNK, Session
+from models.generate import PREFILL_CHUNK, Session, check_ids
 from models.sampling import Sampling
 from models.text import Tokenizer, load_tokenizer
 
@@ -33,7 +33,9 @@ STREAM_EVERY = 8
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     parser = command.make_parser(__doc__, EXAMPLES)
-    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="converted checkpoint")
+    parser.add_argument(
+        "--checkpoint", metavar="DIR", help="converted checkpoint (a small random model)"
+    )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", metavar="TEXT", help="text, as a user's turn of a chat")
     source.add_argument("--ids", metavar="FILE", help=".npy of integers [T] or [B, T]")
@@ -48,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--ignore-eos", action="store_true", help="go on to --max-new-tokens")
     parser.add_argument("--raw", action="store_true", help="no chat markers around the prompt")
     parser.add_argument("--stream", action="store_true", help="print text as it comes")
-    parser.add_argument("--dtype", choices=list(command.DTYPES), help="default: as stored")
+    parser.add_argument("--dtype", choices=list(command.DTYPES), help=command.DTYPE_HELP)
     parser.add_argument(
         "--max-len", type=int, metavar="L", help="tokens of cache (what the prompts need)"
     )
@@ -64,15 +66,21 @@ def _generate(args: argparse.Namespace) -> None:
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
     if args.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens is {args.max_new_tokens}; it must be at least 1")
+    if not 0 <= args.seed < 2**63:
+        raise ValueError(f"--seed is {args.seed}; it must be from 0 to 2^63 - 1")
     params, cfg = command.load_model(args.checkpoint, args.dtype)
     tokenizer = load_tokenizer(args.checkpoint, cfg)
     turns = _read_turns(args, tokenizer)
+    # All of a dialogue before its first turn runs, so that no answer is lost to a later mistake.
+    for number, prompts in enumerate(turns, 1):
+        for row, prompt in enumerate(prompts):
+            check_ids(prompt, cfg, f"prompt {row}" if len(turns) == 1 else f"turn {number}")
     total = max(sum(len(turn[b]) for turn in turns) for b in range(len(turns[0])))
     session = Session(
         params,
         cfg,
         batch=len(turns[0]),
-        max_len=args.max_len or total + len(turns) * args.max_new_tokens,
+        max_len=total + len(turns) * args.max_new_tokens if args.max_len is None else args.max_len,
         selector=selector,
         sampling=sampling,
         key=jax.random.key(args.seed),
@@ -152,7 +160,11 @@ def _read_turns(args: argparse.Namespace, tokenizer: Tokenizer) -> list[list[lis
     if args.ids is not None:
         return [_rows(command.load_ids(args.ids), args.ids)]
     turns = []
-    for number, line in enumerate(Path(args.turns).read_text().splitlines(), 1):
+    try:
+        lines = Path(args.turns).read_text().splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{args.turns} is not UTF-8 text: {error}") from error
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
@@ -161,7 +173,7 @@ def _read_turns(args: argparse.Namespace, tokenizer: Tokenizer) -> list[list[lis
             raise ValueError(f"{args.turns} line {number} is not JSON: {error}") from error
         if isinstance(turn, dict) and isinstance(turn.get("prompt"), str):
             turns.append([tokenizer.encode(turn["prompt"], chat=not args.raw)])
-        elif isinstance(turn, dict) and isinstance(turn.get("ids"), list):
+        elif isinstance(turn, dict) and _is_tokens(turn.get("ids")):
             turns.append([turn["ids"]])
         else:
             raise ValueError(
@@ -170,6 +182,10 @@ def _read_turns(args: argparse.Namespace, tokenizer: Tokenizer) -> list[list[lis
     if not turns:
         raise ValueError(f"{args.turns} holds no turn; write one JSON object a line")
     return turns
+
+
+def _is_tokens(value: Any) -> bool:
+    return isinstance(value, list) and all(type(v) is int for v in value)
 
 
 def _rows(ids: np.ndarray, name: str) -> list[list[int]]:

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import command
 import numpy as np
@@ -39,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
         "--chunk", type=int, default=PREFILL_CHUNK, metavar="C", help="of prefill (%(default)s)"
     )
     parser.add_argument("--mtp", action="store_true", help="also the MTP block's logits")
-    parser.add_argument("--dtype", choices=list(command.DTYPES), help="default: as stored")
+    parser.add_argument("--dtype", choices=list(command.DTYPES), help=command.DTYPE_HELP)
     parser.add_argument(
         "--quant-sim", action="store_true", help="simulate the release's FP8 and FP4 grids"
     )
@@ -51,6 +52,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _score(args: argparse.Namespace) -> None:
     selector = command.selector_from(args)
+    if not Path(args.out).absolute().parent.is_dir():
+        raise ValueError(f"--out {args.out}: its folder does not exist; create it first")
     ids = command.load_ids(args.ids)
     params, cfg = command.load_model(args.checkpoint, args.dtype)
     if args.quant_sim:
@@ -85,12 +88,12 @@ def _score(args: argparse.Namespace) -> None:
         print(json.dumps(report))
 
 
-def _write_whole(path: Path, arrays: dict[str, np.ndarray]) -> None:
+def _write_whole(path: Path, arrays: dict[str, Any]) -> None:
     """Write beside the target and rename: what is there stays until the new file is whole."""
     partial = path.with_name(path.name + ".partial")
     try:
         with open(partial, "wb") as file:
-            np.savez(file, allow_pickle=False, **arrays)
+            np.savez(file, **arrays)
         os.replace(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)

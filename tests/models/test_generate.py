@@ -149,6 +149,9 @@ def test_request_keys_differ_for_equal_prompts():
         (lambda s: s.turn([[1]] * 4, [5, 6, 7, MAX_LEN]), "request 3 .* max_len is 320: raise"),
         (lambda s: s.turn([[1]] * 4, 5, stop=[[1], [2]]), "stop has 2 lists"),
         (lambda s: list(s.stream_turn([[1]] * 4, 5, every=0)), "every 0"),
+        (lambda s: s.turn([[1]] * 4, 2.7), "one integer or 4"),
+        (lambda s: s.turn([[1]] * 4, [1, 2]), "one integer or 4"),
+        (lambda s: s.turn([[1]] * 4, 5, stop=[2**40]), "stop token"),
     ],
 )
 def test_mistakes_are_named_and_change_nothing(params, call, message):
@@ -156,6 +159,21 @@ def test_mistakes_are_named_and_change_nothing(params, call, message):
     with pytest.raises(ValueError, match=message):
         call(session)
     assert session.lengths.tolist() == [0] * 4 and session.keys is None
+
+
+def test_an_interrupted_step_ends_the_session_loudly(params, prompts, monkeypatch):
+    session = Session(params, CFG, batch=4, max_len=MAX_LEN, chunk=CHUNK)
+    run = session._decode
+
+    def interrupted(state, *args):
+        run(state, *args)  # donates the state, then is cut off
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(session, "_decode", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        session.turn(prompts, 24, stop=[])
+    with pytest.raises(ValueError, match="interrupted .* make a new one"):
+        session.turn(prompts, 24, stop=[])
 
 
 def test_options_are_checked(params):
@@ -241,6 +259,8 @@ def test_sampling_keeps_exactly_the_likeliest():
     assert np.isfinite(np.asarray(kept)).tolist() == [[True, True, False, False]]
     tied = filtered_logits(jnp.zeros((1, 4)), Sampling(temperature=1.0, top_k=2))
     assert np.isfinite(np.asarray(tied)).tolist() == [[True, True, False, False]]
+    cold = filtered_logits(jnp.array([[3.0, 5.0, 1.0, -2.0]]), Sampling(temperature=1e-46))
+    assert np.asarray(cold).argmax() == 1 and np.isfinite(np.asarray(cold)).sum() >= 1
     sure = filtered_logits(logits, Sampling(temperature=1.0, top_p=1e-9))
     assert np.isfinite(np.asarray(sure)).tolist() == [[True, False, False, False]]
 

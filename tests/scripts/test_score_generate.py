@@ -164,7 +164,7 @@ def test_a_dialogue_reports_its_turns(folder, capsys):
         ("", "holds no turn"),
         ('{"prompt": 3}', "line 1 must be"),
         ('{"prompt": "a"}\nnonsense', "line 2 is not JSON"),
-        ('{"ids": []}', "prompt 0: shape"),
+        ('{"ids": []}', "turn"),
     ],
 )
 def test_bad_dialogues_are_named(folder, capsys, content, message):
