@@ -18,7 +18,7 @@ from models.config import ModelConfig
 from models.params import init_params
 from models.presets import shrink, tiny_config
 from models.selector import ALL_KEEP, Selector
-from spin_jax import SpinConfig, SpinSelector, savings
+from spin_jax import SpinConfig, SpinSelector, recorded_miss, savings
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 DTYPE_HELP = "of weights and activations (as converted; float32 for a release folder)"
@@ -78,9 +78,14 @@ def add_spin_options(parser: argparse.ArgumentParser) -> None:
         metavar="b",
         help="slots a block; a slot is 4 tokens (%(default)s)",
     )
+    group.add_argument(
+        "--diagnose",
+        action="store_true",
+        help="also score densely, to report the miss; tokens stay the same, time does not",
+    )
 
 
-def selector_from(args: argparse.Namespace) -> Selector:
+def selector_from(args: argparse.Namespace, steps: int) -> Selector:
     """The selector that the SPIN options ask for: all-keep at sparsity 0."""
     config = SpinConfig(
         sparsity=args.sparsity,
@@ -88,7 +93,11 @@ def selector_from(args: argparse.Namespace) -> Selector:
         policy=args.policy,
         block_size=args.block_size,
     )
-    return SpinSelector(config) if args.sparsity else ALL_KEEP
+    if args.diagnose and not args.sparsity:
+        raise ValueError("--diagnose measures what pruning misses; give a --sparsity above 0")
+    if not args.sparsity:
+        return ALL_KEEP
+    return SpinSelector(config, diagnose=max(steps, 1) if args.diagnose else 0)
 
 
 def spin_report(
@@ -98,7 +107,17 @@ def spin_report(
     if not isinstance(selector, SpinSelector):
         return {}
     saved = savings(states, selector.config, cfg.index_head_dim, dtype)
-    return {
+    missed = {}
+    if selector.diagnose and states:
+        summary = recorded_miss(states)
+        rows = int(summary.rows)
+        missed = {
+            "miss_rows": rows,
+            "miss_mean": float(summary.mean) if rows else None,
+            "miss_p99": float(summary.p99) if rows else None,
+            "miss_mean_of_p99": float(summary.mean_of_p99) if rows else None,
+        }
+    return missed | {
         "sparsity": selector.config.sparsity,
         "realized_sparsity": saved.realized_sparsity,
         "blocks_scored": saved.blocks_scored,

@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _generate(args: argparse.Namespace) -> None:
-    selector = command.selector_from(args)
+    selector = command.selector_from(args, args.max_new_tokens)
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
     if args.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens is {args.max_new_tokens}; it must be at least 1")

@@ -51,10 +51,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _score(args: argparse.Namespace) -> None:
-    selector = command.selector_from(args)
     if not Path(args.out).absolute().parent.is_dir():
         raise ValueError(f"--out {args.out}: its folder does not exist; create it first")
     ids = command.load_ids(args.ids)
+    decoded = ids.shape[-1] - (args.prefill or 0) if ids.ndim else 0
+    selector = command.selector_from(args, decoded)
     params, cfg = command.load_model(args.checkpoint, args.dtype)
     if args.quant_sim:
         cfg = cfg.with_quant_sim()

@@ -11,6 +11,7 @@ from spin_jax.observation import observe as observe
 from spin_jax.selection import BlockSelection as BlockSelection
 from spin_jax.selection import select_blocks as select_blocks
 from spin_jax.selector import SpinSelector as SpinSelector
+from spin_jax.selector import recorded_miss as recorded_miss
 from spin_jax.selector import savings as savings
 from spin_jax.speculative import observe_rows as observe_rows
 from spin_jax.speculative import select_rows as select_rows
@@ -27,6 +28,7 @@ __all__ = [
     "init_spin",
     "observe",
     "observe_rows",
+    "recorded_miss",
     "reset",
     "savings",
     "select_blocks",

@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int32, Key, UInt32
 from models.selector import IndexKeys, IndexQuery
 from pallas_kernels import index_scores, top_k_slots
 from spin_jax.config import SpinConfig, steady_capacity
+from spin_jax.metrics import MissSummary, kept_slots, miss, summarize_miss
 from spin_jax.observation import observe
 from spin_jax.selection import BlockSelection, select_blocks
 from spin_jax.speculative import observe_rows, select_rows
@@ -32,6 +33,11 @@ class SpinLayer(struct.PyTreeNode):
     """Blocks scored since the last reset."""
     visible: UInt32[Array, " B"]
     """Blocks there were to score in the same steps."""
+    misses: Float[Array, "B M"] | None = None
+    """Diagnosis only: the miss of each committed row since the last reset, the first M of them;
+    NaN where nothing could be missed, as on a first step or where no block was skipped."""
+    rows: Int32[Array, " B"] | None = None
+    """Diagnosis only: committed rows so far."""
 
 
 class Observation(NamedTuple):
@@ -42,6 +48,7 @@ class Observation(NamedTuple):
     selection: BlockSelection
     scores: Float[Array, "B T C*b"]
     num_slots: Int32[Array, "B T"]
+    misses: Float[Array, "B T"] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +59,9 @@ class SpinSelector:
     unpruned: bool = False
     """Room for all blocks, so that requests on their first step can score them all. The steady
     state has room for the blocks of its budget alone, and compiles nothing larger."""
+    diagnose: int = 0
+    """Rows whose miss is recorded. Each then costs a dense scoring, which only measures: what is
+    selected, attended to and remembered stays the same."""
 
     def init(self, num_layers: int, max_slots: int, keys: Key[Array, " B"]) -> tuple[Any, ...]:
         """V = D = 0 in every layer; a request draws alike in all layers."""
@@ -61,7 +71,12 @@ class SpinSelector:
             # The keys are copied, as a donated buffer may be given away only once.
             own = jax.random.wrap_key_data(jnp.array(jax.random.key_data(keys)))
             spin = init_spin(self.config, batch=keys.shape[0], max_slots=max_slots, key=own)
-            return SpinLayer(spin, zero.copy(), zero.copy())
+            if not self.diagnose:
+                return SpinLayer(spin, zero.copy(), zero.copy())
+            misses = jnp.full((keys.shape[0], self.diagnose), jnp.nan)
+            return SpinLayer(
+                spin, zero.copy(), zero.copy(), misses, jnp.zeros(keys.shape, jnp.int32)
+            )
 
         return tuple(layer() for _ in range(num_layers))
 
@@ -75,6 +90,8 @@ class SpinSelector:
             reset(state.spin, where),
             jnp.where(where, jnp.uint32(0), state.scored),
             jnp.where(where, jnp.uint32(0), state.visible),
+            None if state.misses is None else jnp.where(where[:, None], jnp.nan, state.misses),
+            None if state.rows is None else jnp.where(where, 0, state.rows),
         )
 
     def select(
@@ -115,7 +132,27 @@ class SpinSelector:
             block_size=cfg.block_size,
             block_max=block_max,
         )
-        return slots, Observation(after, selection, scores, num_slots)
+        misses = None
+        if self.diagnose:
+            misses = self._misses(query, keys, num_slots, state, selection, top_k)
+        return slots, Observation(after, selection, scores, num_slots, misses)
+
+    def _misses(
+        self,
+        query: IndexQuery,
+        keys: IndexKeys,
+        num_slots: Int32[Array, "B T"],
+        state: SpinLayer,
+        selection: BlockSelection,
+        top_k: int,
+    ) -> Float[Array, "B T"]:
+        slots, size = keys.values.shape[1], self.config.block_size
+        dense, _ = index_scores(query.q, query.w, keys.values, num_slots, key_scales=keys.scales)
+        kept = kept_slots(selection, jnp.max(num_slots, axis=1), size, slots)
+        kept = jnp.broadcast_to(kept[:, None], (*num_slots.shape, slots))
+        missed = miss(dense[..., :slots], kept, num_slots, top_k)
+        pruned = selection.count[:, None] < -(-num_slots // size)
+        return jnp.where(pruned & ~state.spin.first[:, None], missed, jnp.nan)
 
     def commit(
         self, state: SpinLayer, observation: Observation, num_rows: Int32[Array, " B"]
@@ -139,7 +176,30 @@ class SpinSelector:
             spin,
             state.scored + jnp.where(stands, seen.selection.count, 0).astype(jnp.uint32),
             state.visible + jnp.where(stands, blocks, 0).astype(jnp.uint32),
+            *_recorded(state, seen.misses, num_rows),
         )
+
+
+def _recorded(
+    state: SpinLayer, misses: Float[Array, "B T"] | None, num_rows: Int32[Array, " B"]
+) -> tuple[Array | None, Array | None]:
+    """The misses of the rows that stand, appended to the record."""
+    if misses is None or state.misses is None or state.rows is None:
+        return state.misses, state.rows
+    row = jnp.arange(misses.shape[1], dtype=jnp.int32)[None]
+    room = state.misses.shape[1]
+    at = jnp.where(row < num_rows[:, None], state.rows[:, None] + row, room)
+    batch = jnp.arange(misses.shape[0], dtype=jnp.int32)[:, None]
+    return state.misses.at[batch, at].set(misses, mode="drop"), state.rows + num_rows
+
+
+def recorded_miss(states: tuple[SpinLayer, ...]) -> MissSummary:
+    """Mean and p99 of the misses that a selector with ``diagnose`` recorded, over all layers."""
+    records = [state.misses for state in states if state.misses is not None]
+    if not records:
+        raise ValueError("no miss was recorded; use SpinSelector(config, diagnose=number of rows)")
+    misses = jnp.stack(records)
+    return summarize_miss(misses, ~jnp.isnan(misses))
 
 
 class Savings(NamedTuple):

@@ -76,6 +76,12 @@ def test_spin_scores_differ_and_say_what_they_saved(folder, whole, capsys):
     report = last_json(capsys)
     assert code == 0 and 0 < report["realized_sparsity"] < 0.6
     assert report["indexer_bytes_read"] < report["indexer_bytes_all_keep"]
+    assert "miss_mean" not in report
+    code, measured = run_score(folder, "miss.npz", *spin, "--diagnose")
+    report = last_json(capsys)
+    assert code == 0 and report["miss_rows"] > 0
+    assert 0 < report["miss_mean"] < 1 and report["miss_mean"] <= report["miss_p99"] <= 1
+    np.testing.assert_array_equal(measured["logits"], arrays["logits"])
     np.testing.assert_allclose(arrays["logits"][:, :40], whole["logits"][:, :40], atol=1e-4)
 
 
@@ -84,6 +90,7 @@ def test_spin_scores_differ_and_say_what_they_saved(folder, whole, capsys):
     [
         (["--prefill", "71"], "prefill is 71; ids have 70 tokens"),
         (["--chunk", "0"], "chunk is 0"),
+        (["--diagnose"], "give a --sparsity"),
         (["--sparsity", "1.0"], "sparsity is 1.0"),
         (["--block-size", "0", "--sparsity", "0.4"], "block_size is 0"),
         (["--checkpoint", "nowhere"], "nowhere"),

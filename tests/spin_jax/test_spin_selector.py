@@ -13,7 +13,7 @@ from models.model import forward
 from models.params import init_params
 from models.presets import shrink, tiny_config
 from models.selector import IndexKeys, IndexQuery
-from spin_jax import SpinConfig, SpinSelector, block_budget, savings
+from spin_jax import SpinConfig, SpinSelector, block_budget, recorded_miss, savings
 
 CFG = shrink(tiny_config(), layers=3)
 LENGTHS = (2, 70, 150, 31)
@@ -152,7 +152,8 @@ def test_selected_slots_are_the_best_of_the_scored(params):
     rng = np.random.default_rng(3)
     batch, slots, heads, width, top_k = 2, 64, 3, 8, 6
     config = SpinConfig(sparsity=0.5, block_size=4, policy="none")
-    steady = SpinSelector(config)
+    steady = SpinSelector(config, diagnose=8)
+    missed = [[], []]
     keys = IndexKeys(jnp.asarray(rng.normal(size=(batch, slots, width)), jnp.float32))
     (state,) = steady.init(1, slots, jax.random.split(jax.random.key(0), batch))
     V, D = np.zeros((2, batch, slots), np.float32)
@@ -178,12 +179,21 @@ def test_selected_slots_are_the_best_of_the_scored(params):
             chosen = sorted([0, blocks - 1, *order[: m - 2]])
             scored = [s for j in chosen for s in range(4 * j, min(4 * j + 4, n))]
             expected = sorted(sorted(scored, key=lambda s: (-z[s], s))[:top_k])
+            if t > 0:
+                best_k = sorted(range(n), key=lambda s: (-z[s], s))[:top_k]
+                missed[b].append(len(set(best_k) - set(scored)) / len(best_k))
             assert [s for s in np.asarray(got[b, 0]).tolist() if s >= 0] == expected
             for s in scored:
                 V[b, s] = 0.5 * V[b, s] + 0.5 * z[s]
                 D[b, n - 1 - s] = 0.5 * D[b, n - 1 - s] + 0.5 * z[s]
         np.testing.assert_allclose(np.asarray(state.spin.V), V, atol=1e-5)
         np.testing.assert_allclose(np.asarray(state.spin.D), D, atol=1e-5)
+    recorded = np.asarray(state.misses)
+    assert np.isnan(recorded[:, 0]).all() and np.isnan(recorded[:, 6:]).all()
+    np.testing.assert_allclose(recorded[:, 1:6], missed, atol=1e-6)
+    summary = recorded_miss((state,))
+    assert int(summary.rows) == 10 and float(summary.mean) > 0
+    np.testing.assert_allclose(float(summary.mean), np.mean(missed), atol=1e-6)
 
 
 def test_the_steady_step_scores_gathers_and_sorts_no_full_context(params):
