@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from oracle_cases import (
     TOLERANCE,
-    State,
     advance,
     assert_whole_prompt,
     cut,
@@ -52,14 +51,14 @@ def test_simulated_quantisation_gives_the_same_greedy_tokens(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("max_draft", [0, 3])
 @pytest.mark.parametrize("name", list(variants.VARIANTS))
-def test_every_variant_in_steps(name, max_draft, tmp_path):
+def test_every_variant_in_steps(name, tmp_path):
     """Token by token, and in chunks on both sides of the longest step that can be rolled back."""
     case = load_case(name, golden(name), tmp_path)
     rows, total = case.ids.shape
-    for width in (1, max_draft + 1, max_draft + 3, 31):
-        state: State = empty(case.cfg, rows, total, max_draft=max_draft)
+    max_draft = 2
+    for width in (1, max_draft + 1, 31):
+        state = empty(case.cfg, rows, total, max_draft=max_draft)
         for begin in range(0, total, width):
             at = np.full(rows, begin)
             count = np.minimum(width, total - at)
