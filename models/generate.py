@@ -229,7 +229,7 @@ class Session:
                 first = False
         finally:
             # Also when the consumer stops early: the session goes on from what was generated.
-            if not state.count.is_deleted():
+            if not any(leaf.is_deleted() for leaf in jax.tree.leaves(state)):
                 self.cache, self.selector_state = state.cache, state.selector_state
                 self.unfed = [[int(t)] for t in np.asarray(state.token)]
                 self.lengths = self.lengths + np.asarray(state.count) - 1
