@@ -74,7 +74,7 @@ def _generate(args: argparse.Namespace) -> None:
     # All of a dialogue before its first turn runs, so that no answer is lost to a later mistake.
     for number, prompts in enumerate(turns, 1):
         for row, prompt in enumerate(prompts):
-            check_ids(prompt, cfg, f"prompt {row}" if len(turns) == 1 else f"turn {number}")
+            check_ids(prompt, cfg, f"prompt {row}" if args.turns is None else f"turn {number}")
     total = max(sum(len(turn[b]) for turn in turns) for b in range(len(turns[0])))
     session = Session(
         params,
