@@ -26,3 +26,16 @@ def ordered_keys(x: Float[Array, " ..."]) -> Int32[Array, " ..."]:
     infinity = 0x7F800000
     selectable = (magnitude <= infinity) & (keys != -infinity)
     return jnp.where(selectable, keys, NEVER)
+
+
+def ordered_floats(x: Float[Array, " ..."]) -> Float[Array, " ..."]:
+    """Floats in the order of ``ordered_keys``, by their bits: for a float top-K.
+
+    ``-0.0`` becomes 0.0 and NaN minus infinity, in integers: float arithmetic may flush denormals.
+    """
+    bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
+    magnitude = bits & 0x7FFFFFFF
+    bits = jnp.where(magnitude == 0, 0, bits)
+    lowest = jax.lax.bitcast_convert_type(jnp.float32(-jnp.inf), jnp.int32)
+    bits = jnp.where(magnitude > 0x7F800000, lowest, bits)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
