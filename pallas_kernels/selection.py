@@ -114,14 +114,22 @@ def choose_blocks(
     drawn = jnp.minimum(explore[:, None], count)
     forced = (block == 0) | (block == active - 1)
     keys = jnp.where(forced, jnp.iinfo(jnp.int32).max, ordered_keys(pooled))
-    invisible = block >= active
-    chosen = _rank(~keys, invisible) < count - drawn
-    selected = chosen | (_rank(~priority, chosen | invisible) < drawn)
-    ids = jnp.sort(jnp.where(selected, block, num_blocks), axis=-1)[:, :capacity]
-    ids = jnp.pad(ids, ((0, 0), (0, capacity - ids.shape[-1])), constant_values=num_blocks)
-    return jnp.where(ids == num_blocks, -1, ids), count[:, 0]
+    visible = block < active
+    chosen = _highest(keys, visible, count - drawn)
+    selected = chosen | _highest(priority, visible & ~chosen, drawn)
+    place = jnp.where(selected, jnp.cumsum(selected, axis=-1, dtype=jnp.int32) - 1, capacity)
+    row = jnp.arange(pooled.shape[0])[:, None]
+    ids = jnp.full((pooled.shape[0], capacity), -1, jnp.int32)
+    return ids.at[row, place].set(jnp.broadcast_to(block, place.shape), mode="drop"), count[:, 0]
 
 
-def _rank(keys: Shaped[Array, "B N"], last: Bool[Array, "B N"]) -> Int32[Array, "B N"]:
-    """Each entry's place: lower keys first, then lower indices; ``last`` ones at the end."""
-    return jnp.argsort(jnp.lexsort((keys, last), axis=-1), axis=-1)
+def _highest(
+    keys: Shaped[Array, "B N"], valid: Bool[Array, "B N"], count: Int32[Array, "B 1"]
+) -> Bool[Array, "B N"]:
+    """Whether an entry is among the ``count`` highest valid ones, ties to the lowest index."""
+    keys = jnp.where(valid, keys, jnp.iinfo(keys.dtype).min)
+    last = keys.shape[-1] - 1
+    edge = jnp.take_along_axis(jnp.sort(keys, axis=-1), jnp.clip(last + 1 - count, 0, last), axis=1)
+    above, tied = valid & (keys > edge), valid & (keys == edge)
+    room = count - jnp.sum(above, axis=-1, keepdims=True, dtype=jnp.int32)
+    return above | (tied & (jnp.cumsum(tied, axis=-1, dtype=jnp.int32) <= room))
