@@ -1,0 +1,140 @@
+"""The trunk and the MTP block over whole sequences, for training.
+
+The parameters are the decode path's own, and so are norms, rotations, hyper-connections and
+routing: what is trained here runs unchanged in ``models.model.forward``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from models.config import ModelConfig
+from models.hyper import head_read, mixing, read_streams, write_streams
+from models.layers import F32, full_precision, linear, rms_norm
+from models.moe import route
+from models.training.attention import SequencePlan, attend_sequences, plan_sequences
+
+
+class SequenceForward(NamedTuple):
+    """Results for B sequences of T tokens."""
+
+    logits: Float[Array, "B T V"]
+    """At position i, of token i + 1; float32."""
+    mtp_logits: Float[Array, "B T V"] | None
+    """At position i, of token i + 2; the last position's input is no token of the sequence."""
+    index_loss: Float[Array, "L B T"]
+    """KL of each CSA layer's indexer, nats."""
+    index_mass: Float[Array, "L B T"]
+    """Share of each CSA layer's attention over its slots that the indexer's top K hold."""
+    expert_load: tuple[Float[Array, "E"], ...]
+    """Share of the (token, expert) choices that each expert got: one a trunk layer, then MTP."""
+
+
+def forward_sequences(
+    params: Any,
+    tokens: Int32[Array, "B T"],
+    cfg: ModelConfig,
+    *,
+    sparse: bool = True,
+    remat: bool = False,
+) -> SequenceForward:
+    """Logits at every position of B sequences, from their first token on.
+
+    Args:
+        sparse: CSA layers attend to the indexer's top K slots, as in decoding; otherwise to all
+            visible ones, which is the indexer's warm-up.
+        remat: recompute blocks in the backward pass: a third more time, a fraction of the memory.
+
+    Raises:
+        ValueError: T is no multiple of the window and of 4.
+    """
+    plan = plan_sequences(tokens.shape[1], cfg, cfg.layer_ratios)
+    run = jax.checkpoint(_block, static_argnums=(4, 5, 6)) if remat else _block
+    streams = jnp.broadcast_to(
+        params["embed"][tokens][:, :, None], (*tokens.shape, cfg.hc_mult, cfg.hidden_size)
+    )
+    index, loads = [], []
+    for p, ratio in zip(params["layers"], cfg.layer_ratios, strict=True):
+        streams, load, indexed = run(p, streams, tokens, plan, ratio, cfg, sparse)
+        loads.append(load)
+        if indexed is not None:
+            index.append(indexed)
+    logits = _head(params, params, streams, cfg)
+    mtp_logits = None
+    if params["mtp"]:
+        p, eps = params["mtp"][0], cfg.rms_norm_eps
+        following = jnp.concatenate((tokens[:, 1:], jnp.zeros_like(tokens[:, :1])), axis=1)
+        embedded = linear(rms_norm(params["embed"][following], p["enorm"], eps), p["e_proj"])
+        streams = embedded[:, :, None] + linear(rms_norm(streams, p["hnorm"], eps), p["h_proj"])
+        streams, load, _ = run(p, streams, following, plan, 0, cfg, sparse)
+        loads.append(load)
+        mtp_logits = _head(params, p, streams, cfg)
+    empty = jnp.zeros((0, *tokens.shape), F32)
+    losses = jnp.stack([loss for loss, _ in index]) if index else empty
+    masses = jnp.stack([mass for _, mass in index]) if index else empty
+    return SequenceForward(logits, mtp_logits, losses, masses, tuple(loads))
+
+
+def _block(
+    p: Any,
+    streams: Float[Array, "B T m D"],
+    tokens: Int32[Array, "B T"],
+    plan: SequencePlan,
+    ratio: int,
+    cfg: ModelConfig,
+    sparse: bool,
+) -> tuple[Float[Array, "B T m D"], Float[Array, "E"], tuple[Array, Array] | None]:
+    mix = mixing(p["hc_attn"], streams, cfg)
+    x = rms_norm(read_streams(streams, mix.pre), p["attn_norm"], cfg.rms_norm_eps)
+    attended = attend_sequences(p["attn"], x, plan, ratio, cfg, sparse=sparse)
+    streams = write_streams(streams, attended.out, mix)
+    mix = mixing(p["hc_ffn"], streams, cfg)
+    x = rms_norm(read_streams(streams, mix.pre), p["ffn_norm"], cfg.rms_norm_eps)
+    y, load = _all_experts(p["ffn"], x, tokens, cfg)
+    streams = write_streams(streams, y, mix)
+    if attended.index_loss is None or attended.index_mass is None:
+        return streams, load, None
+    return streams, load, (attended.index_loss, attended.index_mass)
+
+
+def _all_experts(
+    p: Any, x: Float[Array, "B T D"], tokens: Int32[Array, "B T"], cfg: ModelConfig
+) -> tuple[Float[Array, "B T D"], Float[Array, "E"]]:
+    """The mixture with every expert computed, weight 0 for those not chosen.
+
+    With the handful of experts of a small model that is one large product where grouping tokens
+    by expert would be many small ones, and its gradient needs no ragged product.
+    """
+    flat = x.reshape(-1, x.shape[-1])
+    weights, experts = route(p, flat, tokens.reshape(-1), cfg)
+    chosen = jax.nn.one_hot(experts, cfg.n_routed_experts, dtype=F32)
+    load = jnp.mean(jnp.sum(chosen, axis=1), axis=0) / cfg.num_experts_per_tok
+    weight = jnp.einsum("nk,nke->ne", weights, chosen, precision="highest")
+    e = p["experts"]
+    gate, up = _einsum("nd,eid->nei", flat, e["w1"]), _einsum("nd,eid->nei", flat, e["w3"])
+    hidden = weight[..., None] * _swiglu(gate, up, cfg.swiglu_limit)
+    out = _einsum("nei,edi->nd", hidden.astype(x.dtype), e["w2"])
+    if "shared" in p:
+        s = p["shared"]
+        hidden = _swiglu(linear(flat, s["w1"], F32), linear(flat, s["w3"], F32), cfg.swiglu_limit)
+        out = out + linear(hidden.astype(x.dtype), s["w2"], F32)
+    return out.astype(x.dtype).reshape(x.shape), load
+
+
+def _swiglu(gate: Array, up: Array, limit: float) -> Array:
+    return jax.nn.silu(jnp.minimum(gate, limit)) * jnp.clip(up, -limit, limit)
+
+
+def _einsum(formula: str, a: Array, b: Array) -> Array:
+    return jnp.einsum(formula, a, b, precision=full_precision(a), preferred_element_type=F32)
+
+
+def _head(
+    params: Any, own: Any, streams: Float[Array, "B T m D"], cfg: ModelConfig
+) -> Float[Array, "B T V"]:
+    x = rms_norm(head_read(own["hc_head"], streams, cfg), own["norm"], cfg.rms_norm_eps)
+    return linear(x, params["head"], F32)

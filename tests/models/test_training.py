@@ -1,0 +1,143 @@
+"""The training forward against the decode path's, its losses against numpy, and gradients."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.cache import init_cache
+from models.config import CSA, HCA, SLIDING
+from models.model import forward, mtp_forward
+from models.params import init_params
+from models.presets import tiny_config
+from models.training import forward_sequences, sequence_loss
+from models.training.selection import top_mask
+
+CFG = dataclasses.replace(
+    tiny_config(),
+    vocab_size=97,
+    hidden_size=48,
+    num_hidden_layers=4,
+    compress_ratios=(SLIDING, CSA, HCA, CSA, SLIDING),
+    head_dim=32,
+    qk_rope_head_dim=16,
+    q_lora_rank=24,
+    o_lora_rank=16,
+    index_head_dim=32,
+    index_topk=6,
+    num_hash_layers=2,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=24,
+    hc_mult=2,
+    hc_sinkhorn_iters=4,
+)
+TOKENS = 272  # 17 windows, 68 CSA slots, 2 HCA slots
+
+
+@pytest.fixture(scope="module")
+def model():
+    params = init_params(CFG, jax.random.key(3))
+    tokens = jax.random.randint(jax.random.key(4), (2, TOKENS), 0, CFG.vocab_size)
+    return params, tokens
+
+
+@pytest.fixture(scope="module")
+def trained(model):
+    return jax.jit(lambda p, t: forward_sequences(p, t, CFG))(*model)
+
+
+def test_logits_are_those_of_the_decode_path(model, trained):
+    params, tokens = model
+    out = forward(params, tokens, init_cache(CFG, 2, TOKENS), CFG)
+    np.testing.assert_allclose(trained.logits, out.logits, atol=1e-5, rtol=0)
+    cache = init_cache(CFG, 2, TOKENS, mtp=True)
+    mtp = mtp_forward(params, out.streams[:, :-1], tokens[:, 1:], cache, CFG)
+    np.testing.assert_allclose(trained.mtp_logits[:, :-1], mtp.logits, atol=1e-5, rtol=0)
+
+
+def test_dense_differs_and_sparse_with_room_for_all_is_dense(model, trained):
+    params, tokens = model
+    dense = forward_sequences(params, tokens[:1], CFG, sparse=False)
+    assert np.abs(dense.logits - trained.logits[:1]).max() > 1e-3
+    roomy = dataclasses.replace(CFG, index_topk=TOKENS)
+    wide = forward_sequences(params, tokens[:1], roomy, sparse=True)
+    np.testing.assert_allclose(dense.logits, wide.logits, atol=1e-6, rtol=0)
+    np.testing.assert_allclose(wide.index_mass[:, :, 3:], 1.0, atol=1e-5)
+
+
+def test_index_loss_moves_the_indexers_alone(model):
+    params, tokens = model
+
+    def only_index(params):
+        return jnp.sum(forward_sequences(params, tokens[:1, :64], CFG).index_loss)
+
+    floats, rest = {}, {}
+    leaves, tree = jax.tree_util.tree_flatten_with_path(params)
+    for path, leaf in leaves:
+        (floats if jnp.issubdtype(leaf.dtype, jnp.floating) else rest)[path] = leaf
+    grads = jax.grad(
+        lambda f: only_index(jax.tree.unflatten(tree, [(f | rest)[p] for p, _ in leaves]))
+    )(floats)
+    for path, grad in grads.items():
+        indexer = "indexer" in jax.tree_util.keystr(path)
+        assert bool(jnp.any(grad != 0)) == indexer, jax.tree_util.keystr(path)
+        assert bool(jnp.all(jnp.isfinite(grad)))
+
+
+def test_loss_is_the_weighted_mean_of_both_predictions(model, trained):
+    params, tokens = model
+    weights = np.random.default_rng(0).choice([0.0, 0.25, 1.0], tokens.shape).astype(np.float32)
+    _, parts = jax.jit(lambda p, t, w: sequence_loss(p, t, w, CFG, sparse=True))(
+        params, tokens, weights
+    )
+
+    def mean_loss(logits, ahead):
+        logits = np.asarray(logits, np.float64)[:, : TOKENS - ahead]
+        log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        targets = np.asarray(tokens)[:, ahead:]
+        loss = -np.take_along_axis(log_p, targets[..., None], -1)[..., 0]
+        w, right = weights[:, ahead:], log_p.argmax(-1) == targets
+        return (loss * w).sum() / w.sum(), right[w == 1].mean()
+
+    np.testing.assert_allclose(
+        (parts.next_token, parts.answers), mean_loss(trained.logits, 1), rtol=1e-4
+    )
+    np.testing.assert_allclose(
+        (parts.mtp, parts.mtp_answers), mean_loss(trained.mtp_logits, 2), rtol=1e-4
+    )
+    for load in parts.expert_load:
+        np.testing.assert_allclose(jnp.sum(load), 1.0, rtol=1e-5)
+
+
+def test_remat_changes_nothing(model):
+    params, tokens = model
+    plain, kept = (
+        jax.jit(lambda p, t, r=r: forward_sequences(p, t, CFG, remat=r).logits)(
+            params, tokens[:1, :32]
+        )
+        for r in (False, True)
+    )
+    np.testing.assert_allclose(plain, kept, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("k", [1, 3, 40])
+def test_top_mask_is_a_stable_sort(k):
+    rng = np.random.default_rng(k)
+    scores = rng.choice([-1.5, -0.0, 0.0, 0.25, 3.0], (2, 5, 33)).astype(np.float32)
+    scores[1] = rng.normal(size=(5, 33))
+    visible = rng.random((1, 5, 33)) < [[[0.0], [0.1], [0.5], [0.9], [1.0]]]
+    got = np.asarray(top_mask(jnp.asarray(scores), jnp.asarray(visible), k))
+    for b in range(2):
+        for t in range(5):
+            seen = np.flatnonzero(visible[0, t])
+            best = seen[np.argsort(-scores[b, t, seen], kind="stable")[:k]]
+            assert set(np.flatnonzero(got[b, t])) == set(best)
+
+
+def test_lengths_that_do_not_fit_are_refused(model):
+    params, tokens = model
+    with pytest.raises(ValueError, match="33 tokens.*multiple of the window 16"):
+        forward_sequences(params, tokens[:, :33], CFG)
