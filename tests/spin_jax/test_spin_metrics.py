@@ -5,17 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spin_jax.metrics import (
-    eligible_rows,
-    kept_slots,
-    miss,
-    pearson,
-    realized_sparsity,
-    summarize_miss,
-    top_k_recall,
-)
+from spin_jax import metrics
 from spin_jax.predictors import best_previous_layer, compare_predictors, previous_step
 from spin_jax.selection import BlockSelection
+
+# Whole functions compile sooner than their operations one by one.
+kept_slots = jax.jit(metrics.kept_slots, static_argnums=(2, 3))
+miss, pearson, top_k_recall = map(jax.jit, (metrics.miss, metrics.pearson, metrics.top_k_recall))
+eligible_rows, summarize_miss = map(jax.jit, (metrics.eligible_rows, metrics.summarize_miss))
+realized_sparsity = jax.jit(metrics.realized_sparsity)
 
 LAYERS, STEPS, SLOTS, TOP_K = 7, 6, 30, 5
 

@@ -153,6 +153,9 @@ def test_selected_slots_are_the_best_of_the_scored(params):
     batch, slots, heads, width, top_k = 2, 64, 3, 8, 6
     config = SpinConfig(sparsity=0.5, block_size=4, policy="none")
     steady = SpinSelector(config, diagnose=8)
+    # Jitted: operation by operation, each would compile on its own.
+    select = jax.jit(lambda selector, *x: selector.select(*x, top_k=top_k), static_argnums=0)
+    commit = jax.jit(lambda selector, *x: selector.commit(*x), static_argnums=0)
     missed = [[], []]
     keys = IndexKeys(jnp.asarray(rng.normal(size=(batch, slots, width)), jnp.float32))
     (state,) = steady.init(1, slots, jax.random.split(jax.random.key(0), batch))
@@ -164,8 +167,8 @@ def test_selected_slots_are_the_best_of_the_scored(params):
         selector = steady.for_step(first=t == 0)
         num_slots = jnp.asarray(seen[:, None], jnp.int32)
         query = IndexQuery(jnp.asarray(q), jnp.asarray(w))
-        got, observation = selector.select(query, keys, num_slots, state, top_k=top_k)
-        state = selector.commit(state, observation, jnp.ones(batch, jnp.int32))
+        got, observation = select(selector, query, keys, num_slots, state)
+        state = commit(selector, state, observation, jnp.ones(batch, jnp.int32))
         for b in range(batch):
             n = seen[b]
             dots = np.maximum(np.asarray(keys.values[b]) @ q[b, 0].T, 0)
