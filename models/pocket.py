@@ -8,14 +8,13 @@ A token is a byte, and the newline ends an answer.
 from __future__ import annotations
 
 import dataclasses
-import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from models.config import CSA, HCA, SLIDING, ModelConfig, YarnConfig
-from models.params import Params, ParamSpec, init_leaf, is_spec, param_specs
+from models.params import I64, Params, ParamSpec, is_spec, param_specs
 
 END_OF_ANSWER = 10
 """The newline."""
@@ -75,37 +74,39 @@ def toy_config() -> ModelConfig:
     )
 
 
-def init_for_training(cfg: ModelConfig, key: jax.Array) -> Params:
-    """Float32 parameters to start training from.
+def init_for_training(cfg: ModelConfig, seed: int) -> Params:
+    """Float32 parameters to start training from, each from its own generator.
 
     Unlike ``init_params``, whose purpose is random test models: embeddings of deviation 1 beside
     sublayers that start small (by ``1 / sqrt(2 L)``), streams that keep to themselves (a mixing
-    matrix near the identity) and read and write equally, no bias towards any expert.
+    matrix near the identity), no bias towards any expert. Drawn by numpy: a hundred shapes are
+    drawn before jax has compiled one.
     """
     leaves, tree = jax.tree_util.tree_flatten_with_path(param_specs(cfg), is_leaf=is_spec)
-    depth = 1 / math.sqrt(2 * cfg.num_hidden_layers)
     values = []
     for i, (path, spec) in enumerate(leaves):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        values.append(_initial(name, spec, jax.random.fold_in(key, i), cfg, depth))
-    return jax.tree.unflatten(tree, values)
+        values.append(_initial(name, spec, np.random.default_rng([seed, i]), cfg))
+    return jax.tree.unflatten(tree, [jnp.asarray(v) for v in values])
 
 
-def _initial(
-    name: str, spec: ParamSpec, key: jax.Array, cfg: ModelConfig, depth: float
-) -> jax.Array:
-    value: Any = init_leaf(spec, key, cfg)
+def _initial(name: str, spec: ParamSpec, rng: np.random.Generator, cfg: ModelConfig) -> np.ndarray:
     last = name.rsplit(".", 1)[-1]
-    if name == "embed":
-        return value * spec.shape[-1] ** 0.5
-    if last in ("wo_b", "w2"):
-        return value * depth
-    if ".hc_" in name or name.startswith("hc_"):
-        if last == "scale":
-            return jnp.full_like(value, 0.1)
-        if last == "base" and "hc_head" not in name:
-            m = cfg.hc_mult
-            return value.at[2 * m :].add(3 * jnp.eye(m).reshape(-1))
+    if spec.storage == I64:
+        order = np.argsort(rng.random((spec.shape[0], cfg.n_routed_experts)), axis=1)
+        return order[:, : spec.shape[1]].astype(np.int32)
+    if last == "scale":
+        return np.full(spec.shape, 0.1, np.float32)
+    if spec.init == "ones":
+        return np.ones(spec.shape, np.float32)
     if last == "bias":
-        return jnp.zeros_like(value)
-    return value
+        return np.zeros(spec.shape, np.float32)
+    deviation = 0.02 if spec.init == "small" else spec.shape[-1] ** -0.5
+    if name == "embed":
+        deviation = 1.0
+    if last in ("wo_b", "w2"):
+        deviation *= (2 * cfg.num_hidden_layers) ** -0.5
+    value = deviation * rng.standard_normal(spec.shape, np.float32)
+    if last == "base" and "hc_head" not in name:
+        value[2 * cfg.hc_mult :] += 3 * np.eye(cfg.hc_mult, dtype=np.float32).reshape(-1)
+    return value.astype(np.float32)

@@ -18,6 +18,7 @@ arithmetic on them, never occur in training, nor does the held-out filler. Every
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 import string
 import zlib
@@ -67,16 +68,21 @@ class World:
         return (number % 8 == residue) == (self.split == HELD_OUT)
 
     def key(self, near: str | None = None) -> str:
-        """An unused key of the split; one letter away from ``near`` if that is given."""
-        while True:
+        """An unused key of the split, sharing a letter with ``near``, or two while there are any.
+
+        Few of the 75 keys that share two letters belong to the held-out split.
+        """
+        for attempt in itertools.count():
             letters = self.rng.choices(string.ascii_lowercase, k=3)
             if near is not None:
-                keep = self.rng.randrange(3)
-                letters = [c if i == keep else near[i] for i, c in enumerate(letters)]
+                place = self.rng.randrange(3)
+                two = attempt < 100
+                letters = [c if (i == place) == two else near[i] for i, c in enumerate(letters)]
             key = "".join(letters)
             used = key in self.plain or key in self.pointers or key in self.repeated
             if not used and self._own(zlib.crc32(key.encode()), 0):
                 return key
+        raise AssertionError("counting ends")
 
     def value(self) -> str:
         """A value of the split."""
@@ -251,7 +257,8 @@ def _dialogue(rng: random.Random, world: World, length: int, split: str) -> Samp
     question, answer = world.ask(keys[asked[0]])
     depths = [rng.random() for _ in facts]
     text, places, _ = scatter(rng, facts, depths, length - len(question), split)
-    prompts, answers, needed = [text + question], [answer], [(places[asked[0]],)]
+    prompts, answers = [text + question], [answer]
+    needed: list[tuple[int, ...]] = [(places[asked[0]],)]
     end = length + len(answer)
     question, answer = world.ask(keys[asked[1]])
     passage, _, _ = scatter(rng, [world.fact()[1]], [rng.random()], 64, split)

@@ -19,16 +19,14 @@ _SYLLABLES = "ba de fi go hu ka le mi no pu ra se ti vo wy xa zen dor mal tis".s
 def english(split: str) -> bytes:
     """The text of a split, without the characters that facts and questions start with.
 
-    Every eighth topic, by a checksum of its name, is held out.
+    Every eighth paragraph, by its checksum, is held out; topics share paragraphs, so each counts
+    once.
     """
     from pydoc_data.topics import topics
 
-    parts = []
-    for name in sorted(topics):
-        held_out = zlib.crc32(name.encode()) % 8 == 0
-        if held_out == (split == HELD_OUT):
-            parts.append(topics[name].encode("ascii", "ignore"))
-    text = b"\n".join(parts)
+    every = "\n\n".join(topics[name] for name in sorted(topics)).encode("ascii", "ignore")
+    parts = dict.fromkeys(p.strip() for p in every.split(b"\n\n"))
+    text = b"\n".join(p for p in parts if (zlib.crc32(p) % 8 == 0) == (split == HELD_OUT))
     # Rows of underlines and indentation are no English.
     for mark in (b"*", b"=", b"-", b" "):
         while mark * 2 in text:

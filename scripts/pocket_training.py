@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import struct
 from jaxtyping import Array, Float, Int32, UInt8
@@ -23,7 +24,7 @@ CLASS_WEIGHTS = (0.0, 0.1, 1.0)
 """Of random text, filler and answers in the loss."""
 BALANCE_RATE = 1e-3
 """How far a step moves the routing bias of an expert that has more or less than its share."""
-REMAT_LENGTH = 8192
+REMAT_LENGTH = 16384
 """Sequences from this length on recompute their blocks in the backward pass."""
 
 
@@ -84,25 +85,28 @@ class Recipe:
             step -= stage.steps
         raise ValueError(f"the recipe has {self.steps} steps; all are done")
 
-    def schedule(self) -> optax.Schedule:
-        """Linear warm-up, then a cosine to a twentieth."""
-        warmup = min(self.warmup, self.steps // 4)
-        return optax.warmup_cosine_decay_schedule(
-            0.0, self.lr, warmup, self.steps, end_value=self.lr / 20
-        )
+    def rates(self, first: int, count: int) -> np.ndarray:
+        """Learning rates of steps: a linear warm-up, then a cosine to a twentieth."""
+        step = np.arange(first, first + count)
+        warmup = max(1, min(self.warmup, self.steps // 4))
+        progress = np.clip((step - warmup) / max(1, self.steps - warmup), 0, 1)
+        decay = 0.05 + 0.95 * (1 + np.cos(np.pi * progress)) / 2
+        return (self.lr * np.minimum((step + 1) / warmup, 1) * decay).astype(np.float32)
 
-    def optimizer(self) -> optax.GradientTransformation:
-        """AdamW on clipped gradients; only matrices decay."""
 
-        def matrices(tree: Any) -> Any:
-            return jax.tree.map(lambda x: x.ndim >= 2, tree)
+def optimizer(weight_decay: float) -> optax.GradientTransformation:
+    """AdamW of learning rate 1 on clipped gradients; only matrices decay.
 
-        return optax.chain(
-            optax.clip_by_global_norm(1.0),
-            optax.adamw(
-                self.schedule(), b1=0.9, b2=0.95, weight_decay=self.weight_decay, mask=matrices
-            ),
-        )
+    Updates are linear in the rate, so the step multiplies by it: programs do not depend on it.
+    """
+
+    def matrices(tree: Any) -> Any:
+        return jax.tree.map(lambda x: x.ndim >= 2, tree)
+
+    return optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(1.0, b1=0.9, b2=0.95, weight_decay=weight_decay, mask=matrices),
+    )
 
 
 class TrainState(struct.PyTreeNode):
@@ -133,10 +137,11 @@ class Metrics(NamedTuple):
 
 
 def init_state(cfg: ModelConfig, recipe: Recipe, seed: int) -> TrainState:
-    params = init_for_training(cfg, jax.random.key(seed))
+    params = init_for_training(cfg, seed)
     floats = jax.tree.map(lambda x: x if _trained(x) else None, params)
     tables = jax.tree.map(lambda x: None if _trained(x) else x, params)
-    return TrainState(floats, tables, recipe.optimizer().init(floats), jnp.int32(0))
+    memory = optimizer(recipe.weight_decay).init(floats)
+    return TrainState(floats, tables, memory, jnp.int32(0))
 
 
 def _trained(x: Array) -> bool:
@@ -151,39 +156,46 @@ def whole_params(state: TrainState, weights: Any = None) -> Any:
     )
 
 
-@partial(jax.jit, static_argnames=("cfg", "recipe", "stage"), donate_argnames=("state",))
+@partial(
+    jax.jit,
+    static_argnames=("cfg", "sparse", "compute", "weight_decay"),
+    donate_argnames=("state",),
+)
 def train_steps(
     state: TrainState,
     tokens: UInt8[Array, "N B T"],
     classes: UInt8[Array, "N B T"],
+    rates: Float[Array, "N"],
     *,
     cfg: ModelConfig,
-    recipe: Recipe,
-    stage: Stage,
+    sparse: bool,
+    compute: str,
+    weight_decay: float,
 ) -> tuple[TrainState, Metrics]:
-    """N steps, one batch each, in one dispatch. ``state`` is donated."""
-    optimizer = recipe.optimizer()
-    compute = jnp.dtype(recipe.compute)
-    kinds = jax.tree.map(lambda spec: spec.dtype(compute), param_specs(cfg), is_leaf=is_spec)
+    """N steps, one batch each at its learning rate, in one dispatch. ``state`` is donated."""
+    kinds = jax.tree.map(
+        lambda spec: spec.dtype(jnp.dtype(compute)), param_specs(cfg), is_leaf=is_spec
+    )
     importance = jnp.asarray(CLASS_WEIGHTS)
 
-    def step(state: TrainState, batch: tuple[Array, Array]) -> tuple[TrainState, Metrics]:
+    def step(state: TrainState, batch: tuple[Array, Array, Array]) -> tuple[TrainState, Metrics]:
         ids, weight = batch[0].astype(jnp.int32), importance[batch[1]]
 
         def loss_of(weights: Any) -> Any:
             cast = jax.tree.map(lambda x, kind: x.astype(kind), whole_params(state, weights), kinds)
-            return sequence_loss(
-                cast, ids, weight, cfg, sparse=stage.sparse, remat=stage.length >= REMAT_LENGTH
-            )
+            remat = tokens.shape[2] >= REMAT_LENGTH
+            return sequence_loss(cast, ids, weight, cfg, sparse=sparse, remat=remat)
 
         (loss, parts), gradient = jax.value_and_grad(loss_of, has_aux=True)(state.weights)
-        updates, memory = optimizer.update(gradient, state.optimizer, state.weights)
-        weights: Any = optax.apply_updates(state.weights, updates)
+        updates, memory = optimizer(weight_decay).update(gradient, state.optimizer, state.weights)
+        weights: Any = jax.tree.map(lambda w, u: w + batch[2] * u, state.weights, updates)
         imbalance = _balance(weights, parts.expert_load)
-        metrics = Metrics(loss, *parts[:-1], optax.global_norm(gradient), imbalance)
+        means = {k: v for k, v in parts._asdict().items() if k != "expert_load"}
+        norm = optax.tree.norm(gradient)
+        metrics = Metrics(loss=loss, gradient=norm, imbalance=imbalance, **means)
         return state.replace(weights=weights, optimizer=memory, step=state.step + 1), metrics
 
-    state, metrics = jax.lax.scan(step, state, (tokens, classes))
+    state, metrics = jax.lax.scan(step, state, (tokens, classes, rates))
     return state, jax.tree.map(jnp.mean, metrics)
 
 

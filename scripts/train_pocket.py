@@ -11,8 +11,8 @@ import shutil
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Generator
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +37,16 @@ from models.config import ModelConfig
 from models.params import count_params
 from models.pocket import pocket_config, toy_config
 
-STAGES = "256x256x5000d,1024x64x4000d,1024x64x2000s,4096x16x2500s,16384x4x500s"
+STAGES = "512x64x9000d,2048x16x5000d,8192x4x1500d,8192x4x2000s"
 TOY_STAGES = "128x8x24d,128x8x8s"
 EXAMPLES = """examples:
-  python scripts/train_pocket.py --out runs/pocket --minutes 9
+  JAX_COMPILATION_CACHE_DIR=runs/compiled python scripts/train_pocket.py --out runs/pocket \\
+      --minutes 9
   python scripts/train_pocket.py --out runs/toy --toy
 
-The same command goes on from where the last call stopped; OUT/model is the model so far, OUT/log.jsonl
-the losses. Stages are LENGTHxROWSxSTEPS with d (all slots attended, which warms the indexers up) or
-s (top K slots); --scale multiplies their steps.
+The same command goes on from where the last call stopped; OUT/model is the model so far,
+OUT/log.jsonl the losses. Stages are LENGTHxROWSxSTEPS with d (all slots attended, which warms the
+indexers up) or s (top K slots); --scale multiplies their steps.
 """
 
 
@@ -64,36 +65,36 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--single", action="store_true", help="single needles only")
     parser.add_argument("--toy", action="store_true", help="small model, short stages: for a CPU")
     parser.add_argument("--dtype", choices=list(command.DTYPES), help="of activations")
-    parser.add_argument("--dispatch", type=int, default=20, metavar="N", help="steps at a time")
+    parser.add_argument("--dispatch", type=int, metavar="N", help="steps at a time (20; toy 4)")
     parser.add_argument("--workers", type=int, metavar="N", help="processes that make data")
     args = parser.parse_args(argv)
     return command.run(lambda: _train(args))
 
 
 def _train(args: argparse.Namespace) -> None:
-    if args.dispatch < 1 or args.scale <= 0 or args.seed < 0:
+    dispatch = (4 if args.toy else 20) if args.dispatch is None else args.dispatch
+    if dispatch < 1 or args.scale <= 0 or args.seed < 0:
         raise ValueError(
-            f"--dispatch {args.dispatch} and --scale {args.scale} must be positive, --seed "
+            f"--dispatch {dispatch} and --scale {args.scale} must be positive, --seed "
             f"{args.seed} not negative"
         )
     cfg = toy_config() if args.toy else pocket_config()
     stages = parse_stages(args.stages or (TOY_STAGES if args.toy else STAGES))
+    # Whole dispatches: a shorter one at a stage's end would be another program to compile.
+    steps = [max(1, round(s.steps * args.scale / dispatch)) * dispatch for s in stages]
     recipe = Recipe(
-        tuple(dataclasses.replace(s, steps=max(1, round(s.steps * args.scale))) for s in stages),
+        tuple(dataclasses.replace(s, steps=n) for s, n in zip(stages, steps, strict=True)),
         lr=args.lr,
         compute=args.dtype or ("float32" if args.toy else "bfloat16"),
     )
     out = Path(os.path.abspath(args.out))
     out.mkdir(parents=True, exist_ok=True)
-    if jax.default_backend() == "gpu":
-        # Each stage compiles for a minute; a resumed call should not compile again.
-        jax.config.update("jax_compilation_cache_dir", str(out / "compiled"))
     run = Run(cfg, recipe, args.seed, SINGLE_ONLY if args.single else MIXED, out)
     workers = 0 if args.toy else max(1, min(12, (os.cpu_count() or 1) - 2))
     run.train(
         minutes=args.minutes,
         checkpoint_minutes=args.checkpoint_minutes,
-        dispatch=args.dispatch,
+        dispatch=dispatch,
         workers=workers if args.workers is None else args.workers,
     )
 
@@ -150,13 +151,14 @@ class Run:
         )
         begin = saved = time.monotonic()
         batches = self._batches(dispatch, workers)
+        programs = Programs(self.cfg, self.recipe, self.state)
         self._forget_lines_after(self.step)
         with (self.out / "log.jsonl").open("a") as log:
             for stage, tokens, classes in batches:
+                program = programs.get(stage, len(tokens))
                 start = time.monotonic()
-                state, metrics = train_steps(
-                    self.state, tokens, classes, cfg=self.cfg, recipe=self.recipe, stage=stage
-                )
+                rates = self.recipe.rates(self.step, len(tokens))
+                state, metrics = program(self.state, tokens, classes, rates)
                 values = {name: float(x) for name, x in metrics._asdict().items()}
                 self.state, self.step = state, self.step + len(tokens)
                 self._report(log, stage, len(tokens), values, time.monotonic() - start)
@@ -213,7 +215,7 @@ class Run:
             "step": self.step,
             "length": stage.length,
             "sparse": stage.sparse,
-            "lr": float(self.recipe.schedule()(self.step)),
+            "lr": float(self.recipe.rates(self.step - 1, 1)[0]),
             **values,
             "tokens_per_second": rate,
             "model_flops_per_second": rate * flops_per_token(self.cfg, stage.length),
@@ -232,7 +234,7 @@ class Run:
 
     def _batches(
         self, dispatch: int, workers: int
-    ) -> Iterator[tuple[Stage, np.ndarray, np.ndarray]]:
+    ) -> Generator[tuple[Stage, np.ndarray, np.ndarray], None, None]:
         """The batches of each dispatch from the current step on; dispatches end with stages."""
         plan = []
         step = self.step
@@ -244,8 +246,10 @@ class Run:
             step += count
         if not workers:
             for stage, step, count in plan:
-                parts = [_batch(self.seed, s, stage, self.mixture) for s in range(step, step + count)]
-                yield stage, *map(np.stack, zip(*parts, strict=True))
+                steps = range(step, step + count)
+                parts = [_batch(self.seed, s, stage, self.mixture) for s in steps]
+                tokens, classes = zip(*parts, strict=True)
+                yield stage, np.stack(tokens), np.stack(classes)
             return
         # A forked child of a process that runs JAX may hang; a spawned one starts clean.
         context = multiprocessing.get_context("spawn")
@@ -268,6 +272,44 @@ class Run:
                     yield _collected(queue.popleft())
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
+
+
+class Programs:
+    """The training step compiled for each stage, the next stage's while this one trains."""
+
+    def __init__(self, cfg: ModelConfig, recipe: Recipe, state: TrainState) -> None:
+        self._cfg, self._recipe = cfg, recipe
+        self._state = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+        self._pool = ThreadPoolExecutor(1)
+        self._programs: dict[tuple[int, int, bool, int], Future] = {}
+
+    def get(self, stage: Stage, steps: int) -> Any:
+        """The program of ``steps`` steps; those of the stage after it begin to compile."""
+        program = self._start(stage, steps)
+        stages = self._recipe.stages
+        following = stages.index(stage) + 1
+        if following < len(stages):
+            self._start(stages[following], min(steps, stages[following].steps))
+        return program.result()
+
+    def _start(self, stage: Stage, steps: int) -> Future:
+        name = (stage.length, stage.rows, stage.sparse, steps)
+        if name not in self._programs:
+            self._programs[name] = self._pool.submit(self._compile, stage, steps)
+        return self._programs[name]
+
+    def _compile(self, stage: Stage, steps: int) -> Any:
+        batch = jax.ShapeDtypeStruct((steps, stage.rows, stage.length), np.uint8)
+        return train_steps.lower(
+            self._state,
+            batch,
+            batch,
+            jax.ShapeDtypeStruct((steps,), np.float32),
+            cfg=self._cfg,
+            sparse=stage.sparse,
+            compute=self._recipe.compute,
+            weight_decay=self._recipe.weight_decay,
+        ).compile()
 
 
 def _batch(seed: int, step: int, stage: Stage, mixture: Mixture) -> tuple[np.ndarray, np.ndarray]:

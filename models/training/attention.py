@@ -130,19 +130,16 @@ def attend_sequences(
     kv = apply_rope(kv, token_rotation)
 
     window, band = _band_scores(q, kv, cfg.sliding_window)
-    slots = mask = None
-    index_scores = None
+    slots = mask = chosen = index_scores = selected = None
     if ratio and tokens >= ratio:
         slots = pool_slots(p["compressor"], x, ratio, plan.slots[ratio, cfg.head_dim], cfg)
         seen = (np.arange(tokens) + 1)[:, None] // ratio
         mask = jnp.asarray(np.arange(slots.shape[1])[None] < seen)[None]
+        chosen = mask
         if ratio == CSA:
             index_scores = _index_scores(p["indexer"], x, qr, plan, cfg)
-    chosen = mask
-    selected = None
-    if index_scores is not None:
-        selected = top_mask(index_scores, mask, cfg.index_topk)
-        chosen = selected if sparse else mask
+            selected = top_mask(index_scores, mask, cfg.index_topk)
+            chosen = selected if sparse else mask
     o, probabilities = _softmax_sum(q, window, band, slots, chosen, p["attn_sink"])
 
     o = apply_rope(o, rotation, inverse=True).astype(x.dtype)
@@ -150,7 +147,7 @@ def attend_sequences(
     wo_a = p["wo_a"].reshape(cfg.o_groups, cfg.o_lora_rank, -1)
     o = _einsum("btgc,goc->btgo", o, wo_a).astype(x.dtype)
     out = linear(o.reshape(batch, tokens, -1), p["wo_b"])
-    if index_scores is None:
+    if index_scores is None or chosen is None:
         return SequenceAttention(out, None, None)
     assert probabilities is not None and selected is not None
     target = jax.lax.stop_gradient(jnp.sum(probabilities, axis=1))
