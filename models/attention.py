@@ -48,6 +48,9 @@ class StepPlan(NamedTuple):
     window: RingPlan
     in_window: Bool[Array, "B T M"]
     """Rows of the window's history that each token sees: max(0, p - W + 1) .. p."""
+    seen: Int32[Array, "B T"]
+    """Tokens that each row sees, its own included; rows of padding see what the last real one
+    does, so that they never reach beyond the allocation nor add to what a selector scores."""
     rotations: dict[tuple[bool, int], Rotation]
     """Rotary factors at the tokens, by (compressed layer, head width)."""
     slots: dict[int, SlotPlan]
@@ -73,6 +76,7 @@ def plan_step(
         step,
         window,
         (held >= 0) & (held <= p) & (held > p - cfg.sliding_window),
+        jnp.minimum(step.positions + 1, step.end[:, None]),
         {
             (compressed, width): rope_rotation(
                 step.positions, rope_frequencies(cfg, compressed=compressed), width
@@ -132,7 +136,7 @@ def attention(
         compressed = _write_slots(cache.compressed, slot_plan, _kv_grid(contents[0], cfg))
         cache = cache.replace(compressed=compressed, pending=pending)
         # Position p sees the slots that are complete with it, its own included.
-        num_slots = (plan.step.positions + 1) // ratio
+        num_slots = plan.seen // ratio
         if ratio == CSA:
             assert cache.index_keys is not None
             key = _index_grid(hadamard_rotate(contents[1]), cfg)

@@ -6,7 +6,7 @@ import dataclasses
 import time
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +15,12 @@ import numpy as np
 from models.cache import Cache, init_cache
 from models.config import ModelConfig
 from models.decode import DecodeState, decode_steps, prefill_chunk, record
+from models.draft import DraftState, init_draft
+from models.params import beside
 from models.sampling import GREEDY, Sampling
 from models.selector import ALL_KEEP, Selector
 
-PREFILL_CHUNK, SHORT_CHUNK = 256, 32
+PREFILL_CHUNK, SHORT_CHUNK, MAX_DRAFT = 256, 32, 7
 
 
 def check_ids(ids: Any, cfg: ModelConfig, name: str = "ids", *, ndim: int = 1) -> np.ndarray:
@@ -72,6 +74,27 @@ class Timing:
         return self.decode_tokens / self.decode_seconds if self.decode_seconds else 0.0
 
 
+class DraftCounts(NamedTuple):
+    """Drafts of all requests over all turns of a session."""
+
+    steps: int
+    """Verifications, a request each."""
+    proposed: int
+    accepted: int
+    committed: int
+    """Tokens that verifications gave, the target's own included."""
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens a verification, 1 to d + 1; 0 where there was none."""
+        return self.committed / self.steps if self.steps else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted over proposed draft tokens; 0 where there were none."""
+        return self.accepted / self.proposed if self.proposed else 0.0
+
+
 class Session:
     """B requests that share a cache over one or more turns.
 
@@ -82,9 +105,11 @@ class Session:
         max_len: tokens a request may hold over all turns, prompts and answers together.
         key: a PRNG key; each request derives its own from it and from its first prompt.
         chunk: prompts are prefilled in chunks of this many tokens.
+        draft_length: tokens that the MTP block drafts a step, to be verified by the trunk in one
+            forward step; 0 decodes plainly. Greedy all-keep answers are the same either way.
 
     Raises:
-        ValueError: sizes that are not positive.
+        ValueError: sizes that are not positive, or drafts asked of a model without an MTP block.
     """
 
     def __init__(
@@ -99,7 +124,10 @@ class Session:
         key: jax.Array | None = None,
         dtype: Any = jnp.float32,
         chunk: int = PREFILL_CHUNK,
+        draft_length: int = 0,
     ) -> None:
+        if draft_length < 0:
+            raise ValueError(f"draft_length is {draft_length}; it must be 0 (none) or positive")
         if chunk < 1:
             raise ValueError(f"chunk is {chunk}; prefill takes at least one token at a time")
         self.params, self.cfg = jax.tree.map(jnp.asarray, params), cfg
@@ -107,7 +135,16 @@ class Session:
         self.sampling = sampling
         self.chunk = chunk
         self.key = jax.random.key(0) if key is None else key
-        self.cache: Cache = init_cache(cfg, batch, max_len, dtype=dtype)
+        self.draft_length = draft_length
+        # Also plain sessions leave room for a draft, so that both have the same shapes.
+        options = {"dtype": dtype, "max_draft": max(draft_length, MAX_DRAFT)}
+        cache = init_cache(cfg, batch, max_len, **options)
+        self.cache: Cache = beside(self.params, cache)
+        self.draft: DraftState | None = None
+        if draft_length:
+            self.draft = beside(
+                self.params, init_draft(self.params, cfg, batch, max_len, **options)
+            )
         self.lengths = np.zeros(batch, np.int64)
         """Tokens in the cache, as the host knows them."""
         self.unfed: list[list[int]] = [[] for _ in range(batch)]
@@ -116,6 +153,14 @@ class Session:
         self.selector_state: tuple[Any, ...] = ()
         self.timing = Timing()
         self._interrupted = False
+
+    @property
+    def draft_counts(self) -> DraftCounts | None:
+        """None without drafts."""
+        if self.draft is None:
+            return None
+        counts = (getattr(self.draft, name) for name in DraftCounts._fields)
+        return DraftCounts(*(int(np.asarray(c).sum(dtype=np.int64)) for c in counts))
 
     def turn(
         self, prompts: Sequence[Any], max_new_tokens: int | Sequence[int], **options: Any
@@ -192,7 +237,8 @@ class Session:
         if self.keys is None:
             self.keys = request_keys(self.key, given)
             slots = [c.index_keys.values.shape[1] for c in self.cache.layers if c.index_keys]
-            self.selector_state = self.selector.init(layers, max(slots, default=0), self.keys)
+            initial = self.selector.init(layers, max(slots, default=0), self.keys)
+            self.selector_state = beside(self.params, initial)
         else:
             everyone = jnp.ones((batch,), bool)
             self.selector_state = tuple(
@@ -211,7 +257,9 @@ class Session:
             # A turn's draws start from its own keys: token numbers begin at 0 again.
             keys=jax.vmap(jax.random.fold_in)(self.keys, jnp.asarray(self.lengths, jnp.int32)),
             selector_state=self.selector_state,
+            draft=self.draft,
         )
+        state = beside(self.params, state)
         state = record(state, logits, self.sampling)
         yielded = np.zeros(batch, np.int64)
         first = True
@@ -224,13 +272,18 @@ class Session:
                     yielded = count.astype(np.int64)
                 if done:
                     break
-                steps = 1 if first else int(limit.max()) if every is None else every
+                steps = int(limit.max())
+                if first:
+                    steps = 1
+                elif every is not None:
+                    steps = max(1, every // (self.draft_length + 1))
                 state = self._decode(state, steps, self.selector.for_step(first=first))
                 first = False
         finally:
             # Also when the consumer stops early: the session goes on from what was generated.
             if not any(leaf.is_deleted() for leaf in jax.tree.leaves(state)):
                 self.cache, self.selector_state = state.cache, state.selector_state
+                self.draft = state.draft
                 self.unfed = [[int(t)] for t in np.asarray(state.token)]
                 self.lengths = self.lengths + np.asarray(state.count) - 1
                 self._interrupted = False
@@ -240,25 +293,32 @@ class Session:
         # One smaller shape serves short prompts; more would cost more compiling than they save.
         chunk = min(self.chunk, SHORT_CHUNK if lengths.max() <= SHORT_CHUNK else self.chunk)
         logits = jnp.zeros((len(rows), self.cfg.vocab_size), jnp.float32)
+        logits = beside(self.params, logits)
         for start in range(0, int(lengths.max()), chunk):
             tokens = np.zeros((len(rows), chunk), np.int32)
             for i, row in enumerate(rows):
                 part = row[start : start + chunk]
                 tokens[i, : len(part)] = part
             num_new = jnp.asarray(np.clip(lengths - start, 0, chunk), jnp.int32)
-            args = (self.params, jnp.asarray(tokens), num_new, self.cache, logits)
+            new = beside(self.params, (jnp.asarray(tokens), num_new))
+            args = (self.params, *new, self.cache, logits, self.draft)
             compiled = self._program(prefill_chunk, args, cfg=self.cfg)
             begin = time.perf_counter()
-            self.cache, logits = compiled(*args)
+            self.cache, logits, self.draft = compiled(*args)
             jax.block_until_ready(logits)
             self.timing.prefill_seconds += time.perf_counter() - begin
         self.lengths = self.lengths + lengths
         return logits
 
     def _decode(self, state: DecodeState, steps: int, selector: Selector) -> DecodeState:
-        args = (self.params, state, jnp.int32(steps))
+        args = (self.params, state, beside(self.params, jnp.int32(steps)))
         compiled = self._program(
-            decode_steps, args, cfg=self.cfg, selector=selector, sampling=self.sampling
+            decode_steps,
+            args,
+            cfg=self.cfg,
+            selector=selector,
+            sampling=self.sampling,
+            draft_length=self.draft_length,
         )
         before = int(np.asarray(state.count).sum())
         begin = time.perf_counter()

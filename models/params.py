@@ -257,3 +257,18 @@ def init_leaf(
         return jnp.argsort(noise, axis=-1)[:, : spec.shape[1]].astype(kind)
     scale = 0.02 if spec.init == "small" else spec.shape[-1] ** -0.5
     return (scale * jax.random.normal(key, spec.shape, jnp.float32)).astype(kind)
+
+
+def beside(params: Params, tree: Any) -> Any:
+    """``tree`` on the devices of the parameters: on the same one, or replicated over their mesh.
+
+    Arrays that no device is committed to would be moved by the first step that also takes
+    parameters, and that step compiled again for what it returned.
+    """
+    leaf = jax.tree.leaves(params)[0]
+    if not isinstance(leaf, jax.Array) or not leaf.committed:
+        return tree
+    where = leaf.sharding
+    if isinstance(where, NamedSharding):
+        where = NamedSharding(where.mesh, PartitionSpec())
+    return jax.device_put(tree, where)

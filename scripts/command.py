@@ -85,6 +85,24 @@ def add_spin_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_draft_options(parser: argparse.ArgumentParser) -> None:
+    """How SPIN treats the rows of a draft."""
+    defaults = SpinSelector()
+    group = parser.add_argument_group("SPIN with drafts", "see --draft-length")
+    group.add_argument(
+        "--draft-mask",
+        choices=["union", "row0"],
+        default=defaults.mask,
+        help="blocks of a draft's rows: each its own, read together, or row 0's (%(default)s)",
+    )
+    group.add_argument(
+        "--draft-update",
+        choices=["prefix", "row0"],
+        default=defaults.update,
+        help="rows that SPIN remembers: all that stand, or row 0 (%(default)s)",
+    )
+
+
 def selector_from(args: argparse.Namespace, steps: int) -> Selector:
     """The selector that the SPIN options ask for: all-keep at sparsity 0."""
     config = SpinConfig(
@@ -97,7 +115,8 @@ def selector_from(args: argparse.Namespace, steps: int) -> Selector:
         raise ValueError("--diagnose measures what pruning misses; give a --sparsity above 0")
     if not args.sparsity:
         return ALL_KEEP
-    return SpinSelector(config, diagnose=max(steps, 1) if args.diagnose else 0)
+    draft = {k: v for k in ("mask", "update") if (v := getattr(args, f"draft_{k}", None))}
+    return SpinSelector(config, diagnose=max(steps, 1) if args.diagnose else 0, **draft)
 
 
 def spin_report(
@@ -124,6 +143,7 @@ def spin_report(
         "blocks_visible": saved.blocks_visible,
         "indexer_bytes_read": saved.bytes_read,
         "indexer_bytes_all_keep": saved.bytes_visible,
+        **({} if saved.identical_masks is None else {"identical_masks": saved.identical_masks}),
     }
 
 

@@ -22,6 +22,7 @@ EXAMPLES = """examples:
   python scripts/generate.py --checkpoint flash-bf16 --ids prompts.npy --max-new-tokens 64 \\
       --sparsity 0.4 --json
   python scripts/generate.py --checkpoint flash-bf16 --turns dialogue.jsonl --max-new-tokens 100
+  python scripts/generate.py --prompt "Once" --max-new-tokens 60 --draft-length 3 --json
 
 --ids holds [T] or, for a batch, [B, T] integers; shorter prompts are padded on the right with -1.
 A line of --turns is {"prompt": "..."} or {"ids": [...]}: the KV cache stays from turn to turn,
@@ -56,7 +57,15 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--chunk", type=int, default=PREFILL_CHUNK, help="of prefill (%(default)s)")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser.add_argument(
+        "--draft-length",
+        type=int,
+        default=0,
+        metavar="d",
+        help="tokens that the MTP block drafts for each verification (%(default)s: none)",
+    )
     command.add_spin_options(parser)
+    command.add_draft_options(parser)
     args = parser.parse_args(argv)
     return command.run(lambda: _generate(args))
 
@@ -86,6 +95,7 @@ def _generate(args: argparse.Namespace) -> None:
         key=jax.random.key(args.seed),
         dtype=params["embed"].dtype,
         chunk=args.chunk,
+        draft_length=args.draft_length,
     )
     reports = []
     for prompts in turns:
@@ -107,6 +117,13 @@ def _generate(args: argparse.Namespace) -> None:
             f"({last['realized_sparsity']:.1%} skipped)",
             file=sys.stderr,
         )
+    drafted = session.draft_counts
+    if drafted is not None:
+        print(
+            f"{drafted.acceptance_length:.2f} tokens a verification, "
+            f"{drafted.acceptance_rate:.1%} of the drafts accepted",
+            file=sys.stderr,
+        )
     if args.json:
         report = dict(reports[-1])
         if args.turns is not None:
@@ -117,6 +134,11 @@ def _generate(args: argparse.Namespace) -> None:
             "decode_seconds": timing.decode_seconds,
             "compile_seconds": timing.compile_seconds,
         }
+        if drafted is not None:
+            report |= {
+                "acceptance_length": drafted.acceptance_length,
+                "draft_acceptance_rate": drafted.acceptance_rate,
+            }
         print(json.dumps(report))
 
 

@@ -6,7 +6,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels import ema_scatter
 from pallas_kernels.ordering import LOWEST
@@ -49,21 +49,29 @@ def observe(
     """
     num_slots = as_num_slots(state, num_slots, cfg, ndim=1)
     check_scores(scores, selection, cfg, ())
-    return _observe(state, selection, scores, num_slots, cfg)
+    return observe_own(state, selection, scores, num_slots, cfg, None)
 
 
 @functools.partial(jax.jit, static_argnames=("cfg",))
-def _observe(
+def observe_own(
     state: SpinState,
     selection: BlockSelection,
-    scores: jax.Array,
-    num_slots: jax.Array,
+    scores: Float[Array, "B C*b"],
+    num_slots: Int32[Array, " B"],
     cfg: SpinConfig,
+    own: Bool[Array, "B C"] | None,
 ) -> SpinState:
+    """``observe`` of checked arguments, as if only the blocks in ``own`` had been selected."""
     num_slots = jnp.clip(num_slots, 0, allocated_slots(state, cfg))
     blocks = -(-num_slots // cfg.block_size)
     ids, size, visible = selection.block_ids, cfg.block_size, num_slots
     scores = scores.astype(jnp.float32)
+    if own is not None:
+        # The ids stay as they are: to the kernel, padding is at the end.
+        scores = jnp.where(jnp.repeat(own, cfg.block_size, axis=1), scores, -jnp.inf)
+        own_ids = jnp.where(own, ids, -1)
+    else:
+        own_ids = ids
     largest = float(jnp.finfo(state.V.dtype).max)
     scores = jnp.where((scores > LOWEST) & (jnp.abs(scores) <= largest), scores, -jnp.inf)
     if cfg.reduction == "A2":
@@ -74,7 +82,7 @@ def _observe(
     V, D_rev = ema_scatter(
         state.V, state.D_rev, scores, ids, visible, block_size=size, decay=cfg.decay
     )
-    return state.replace(V=V, D_rev=D_rev, ages=_aged(state.ages, ids, blocks))
+    return state.replace(V=V, D_rev=D_rev, ages=_aged(state.ages, own_ids, blocks))
 
 
 def _aged(

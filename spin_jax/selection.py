@@ -27,6 +27,8 @@ class BlockSelection(flax.struct.PyTreeNode):
     """How many; 0 where no slot is visible yet."""
     truncated: Bool[Array, " B"]
     """Whether C, or the state, was too small for what the row needed."""
+    rows: Bool[Array, "B R C"] | None = None
+    """Of a draft's verifier rows (``select_rows``): which of the blocks are row r's own."""
 
 
 def select_blocks(

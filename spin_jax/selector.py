@@ -21,7 +21,7 @@ from spin_jax.config import SpinConfig, steady_capacity
 from spin_jax.metrics import MissSummary, kept_slots, miss, summarize_miss
 from spin_jax.observation import observe
 from spin_jax.selection import BlockSelection, select_blocks
-from spin_jax.speculative import observe_rows, select_rows
+from spin_jax.speculative import Mask, Update, check_mode, observe_rows, select_rows
 from spin_jax.state import SpinState, init_spin, reset
 
 
@@ -33,6 +33,10 @@ class SpinLayer(struct.PyTreeNode):
     """Blocks scored since the last reset."""
     visible: UInt32[Array, " B"]
     """Blocks there were to score in the same steps."""
+    verified: UInt32[Array, " B"]
+    """Draft verifications since the last reset, a first step aside."""
+    identical: UInt32[Array, " B"]
+    """Those of them whose rows all chose the same blocks."""
     misses: Float[Array, "B M"] | None = None
     """Diagnosis only: the miss of each committed row since the last reset, the first M of them;
     NaN where nothing could be missed, as on a first step or where no block was skipped."""
@@ -56,12 +60,20 @@ class SpinSelector:
     """Scores predicted blocks only. Prefill does not use it: its scores do not seed the state."""
 
     config: SpinConfig = SpinConfig()
+    mask: Mask = "union"
+    """Whose blocks the rows of a draft score: each its own, read together, or those of row 0."""
+    update: Update = "prefix"
+    """Which rows are remembered: all that stand, or row 0 alone."""
     unpruned: bool = False
     """Room for all blocks, so that requests on their first step can score them all. The steady
     state has room for the blocks of its budget alone, and compiles nothing larger."""
     diagnose: int = 0
     """Rows whose miss is recorded. Each then costs a dense scoring, which only measures: what is
     selected, attended to and remembered stays the same."""
+
+    def __post_init__(self) -> None:
+        check_mode("mask", self.mask, "union")
+        check_mode("update", self.update, "prefix")
 
     def init(self, num_layers: int, max_slots: int, keys: Key[Array, " B"]) -> tuple[Any, ...]:
         """V = D = 0 in every layer; a request draws alike in all layers."""
@@ -71,12 +83,11 @@ class SpinSelector:
             # The keys are copied, as a donated buffer may be given away only once.
             own = jax.random.wrap_key_data(jnp.array(jax.random.key_data(keys)))
             spin = init_spin(self.config, batch=keys.shape[0], max_slots=max_slots, key=own)
+            layer = SpinLayer(spin, zero.copy(), zero.copy(), zero.copy(), zero.copy())
             if not self.diagnose:
-                return SpinLayer(spin, zero.copy(), zero.copy())
+                return layer
             misses = jnp.full((keys.shape[0], self.diagnose), jnp.nan)
-            return SpinLayer(
-                spin, zero.copy(), zero.copy(), misses, jnp.zeros(keys.shape, jnp.int32)
-            )
+            return layer.replace(misses=misses, rows=jnp.zeros(keys.shape, jnp.int32))
 
         return tuple(layer() for _ in range(num_layers))
 
@@ -86,10 +97,13 @@ class SpinSelector:
 
     def reset(self, state: SpinLayer, where: Bool[Array, " B"]) -> SpinLayer:
         """A new turn for the marked requests."""
+
+        def restart(count: Array) -> Array:
+            return jnp.where(where, jnp.uint32(0), count)
+
         return SpinLayer(
             reset(state.spin, where),
-            jnp.where(where, jnp.uint32(0), state.scored),
-            jnp.where(where, jnp.uint32(0), state.visible),
+            *map(restart, (state.scored, state.visible, state.verified, state.identical)),
             None if state.misses is None else jnp.where(where[:, None], jnp.nan, state.misses),
             None if state.rows is None else jnp.where(where, 0, state.rows),
         )
@@ -114,7 +128,7 @@ class SpinSelector:
             )
         else:
             selection, after = select_rows(
-                state.spin, num_slots, cfg, top_k=top_k, capacity=capacity
+                state.spin, num_slots, cfg, top_k=top_k, capacity=capacity, mode=self.mask
             )
         scores, block_max = index_scores(
             query.q,
@@ -125,6 +139,10 @@ class SpinSelector:
             block_size=cfg.block_size,
             key_scales=keys.scales,
         )
+        if selection.rows is not None:
+            own = selection.rows
+            scores = jnp.where(jnp.repeat(own, cfg.block_size, axis=2), scores, -jnp.inf)
+            block_max = jnp.where(own, block_max, -jnp.inf)
         slots = top_k_slots(
             scores,
             top_k,
@@ -148,10 +166,15 @@ class SpinSelector:
     ) -> Float[Array, "B T"]:
         slots, size = keys.values.shape[1], self.config.block_size
         dense, _ = index_scores(query.q, query.w, keys.values, num_slots, key_scales=keys.scales)
-        kept = kept_slots(selection, jnp.max(num_slots, axis=1), size, slots)
-        kept = jnp.broadcast_to(kept[:, None], (*num_slots.shape, slots))
+        own = (selection.block_ids >= 0)[:, None] if selection.rows is None else selection.rows
+
+        def of_row(own: Bool[Array, "B C"], seen: Int32[Array, " B"]) -> Bool[Array, "B S"]:
+            ids = jnp.where(own, selection.block_ids, -1)
+            return kept_slots(selection.replace(block_ids=ids), seen, size, slots)
+
+        kept = jax.vmap(of_row, 1, 1)(own, num_slots)
         missed = miss(dense[..., :slots], kept, num_slots, top_k)
-        pruned = selection.count[:, None] < -(-num_slots // size)
+        pruned = jnp.sum(own, axis=2) < -(-num_slots // size)
         return jnp.where(pruned & ~state.spin.first[:, None], missed, jnp.nan)
 
     def commit(
@@ -169,13 +192,26 @@ class SpinSelector:
             spin = observe(spin, seen.selection, seen.scores[:, 0], slots, cfg)
         else:
             spin = observe_rows(
-                spin, seen.selection, seen.scores, seen.num_slots, num_rows - 1, cfg
+                spin,
+                seen.selection,
+                seen.scores,
+                seen.num_slots,
+                num_rows - 1,
+                cfg,
+                mode=self.update,
             )
+        verified = identical = jnp.zeros_like(stands)
+        if seen.selection.rows is not None:
+            verified = stands & ~state.spin.first
+            shared = seen.selection.rows | (seen.selection.block_ids < 0)[:, None]
+            identical = verified & jnp.all(shared, axis=(1, 2))
         blocks = -(-jnp.max(seen.num_slots, axis=1) // cfg.block_size)
         return SpinLayer(
             spin,
             state.scored + jnp.where(stands, seen.selection.count, 0).astype(jnp.uint32),
             state.visible + jnp.where(stands, blocks, 0).astype(jnp.uint32),
+            state.verified + verified.astype(jnp.uint32),
+            state.identical + identical.astype(jnp.uint32),
             *_recorded(state, seen.misses, num_rows),
         )
 
@@ -212,6 +248,16 @@ class Savings(NamedTuple):
     bytes_visible: int
     """The same for all blocks: what all-keep reads."""
 
+    verified: int
+    """Verifications of drafts by SPIN, a layer and request each; first steps aside."""
+    identical: int
+    """Those whose rows all chose the same blocks."""
+
+    @property
+    def identical_masks(self) -> float | None:
+        """The share of the latter; None where no draft was verified."""
+        return self.identical / self.verified if self.verified else None
+
     @property
     def realized_sparsity(self) -> float:
         """Fraction of blocks skipped; 0 where there were none."""
@@ -222,9 +268,19 @@ def savings(
     states: tuple[SpinLayer, ...], cfg: SpinConfig, index_head_dim: int, key_dtype: Any
 ) -> Savings:
     """Blocks scored, skipped and read; counts of the host, so call it outside jit."""
-    scored = sum(int(np.asarray(s.scored).sum(dtype=np.int64)) for s in states)
-    visible = sum(int(np.asarray(s.visible).sum(dtype=np.int64)) for s in states)
+
+    def total(count: str) -> int:
+        return sum(int(np.asarray(getattr(s, count)).sum(dtype=np.int64)) for s in states)
+
+    scored, visible = total("scored"), total("visible")
     item = jnp.dtype(key_dtype).itemsize
     slot_bytes = index_head_dim * item + (4 if item == 1 else 0)
     block_bytes = cfg.block_size * slot_bytes
-    return Savings(scored, visible, scored * block_bytes, visible * block_bytes)
+    return Savings(
+        scored,
+        visible,
+        scored * block_bytes,
+        visible * block_bytes,
+        total("verified"),
+        total("identical"),
+    )

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.selection import choose_blocks
 from spin_jax.config import SpinConfig
-from spin_jax.observation import check_scores, observe
+from spin_jax.observation import check_scores, observe_own
 from spin_jax.selection import (
     BlockSelection,
     advance_keys,
@@ -36,12 +36,14 @@ def select_rows(
     capacity: int | None = None,
     mode: Mask = "union",
 ) -> tuple[BlockSelection, SpinState]:
-    """The union over rows r of ``select_blocks(state, num_slots[:, r])``: what all rows score.
+    """The union over rows r of ``select_blocks(state, num_slots[:, r])``: what is scored.
 
     Every row selects from the same V and D, with its own N and q, and with the same exploration
-    draw, or the union would grow with every row's own. [choice] ``mode="row0"`` gives all rows
-    the first row's blocks; the newest block of a later row is then not forced. On a first step
-    all rows run unpruned in both modes.
+    draw, or the union would grow with every row's own. [choice] The union is read once for all
+    rows, but row r keeps to its own blocks, ``selection.rows[:, r]``, in its top-K and in what is
+    remembered of it: what other rows want, rejected ones above all, leaves no trace. [choice]
+    ``mode="row0"`` gives all rows the first row's blocks; the newest block of a later row is then
+    not forced. On a first step all rows run unpruned in both modes.
 
     ``capacity`` and the result are as in ``select_blocks``; a union that does not fit keeps the
     forced blocks, then those of earlier rows. ``steady_capacity(..., rows=R)`` always fits.
@@ -52,7 +54,7 @@ def select_rows(
 
     Source: the paper, 3.2.2 and 4.5; the spec's "Speculative decoding".
     """
-    _check_mode(mode, "union")
+    check_mode("mode", mode, "union")
     num_slots = as_num_slots(state, num_slots, cfg, ndim=2)
     capacity = as_capacity(state, cfg, top_k, capacity)
     selection, after, needed = _select_rows(state, num_slots, cfg, top_k, capacity, mode)
@@ -69,22 +71,21 @@ def _select_rows(
     capacity: int,
     mode: Mask,
 ) -> tuple[BlockSelection, SpinState, Int32[Array, " B"]]:
-    most = jnp.max(num_slots, axis=1)
+    most, num_rows = jnp.max(num_slots, axis=1), num_slots.shape[1]
     if mode == "row0":
         num_slots = jnp.where(state.first, most, num_slots[:, 0])[:, None]
     key, draw = advance_keys(state.key, most > 0)
     row_choice = functools.partial(choose, cfg=cfg, top_k=top_k, capacity=capacity)
     ids, _, needed = jax.vmap(row_choice, (None, 1, None), 1)(state, num_slots, draw)
 
-    # Blocks ranked by the first row that wants them.
     batch, rows, _ = ids.shape
     blocks = -(-allocated_slots(state, cfg) // cfg.block_size)
-    row = jnp.arange(rows)[None, :, None]
-    wanted_by = (
-        jnp.full((batch, blocks), rows)
-        .at[jnp.arange(batch)[:, None, None], jnp.where(ids < 0, blocks, ids)]
-        .min(row, mode="drop")
-    )
+    at = jnp.where(ids < 0, blocks, ids)
+    wanted = jax.vmap(
+        jax.vmap(lambda row: jnp.zeros((blocks,), bool).at[row].set(True, mode="drop"))
+    )(at)
+    # Blocks ranked by the first row that wants them.
+    wanted_by = jnp.min(jnp.where(wanted, jnp.arange(rows)[None, :, None], rows), axis=1)
     union = jnp.sum(wanted_by < rows, axis=1, dtype=jnp.int32)
     rank = jnp.where(wanted_by < rows, -wanted_by.astype(jnp.float32), -jnp.inf)
     seen = jnp.clip(jnp.max(num_slots, axis=1), 0, allocated_slots(state, cfg))
@@ -95,7 +96,10 @@ def _select_rows(
     needed = jnp.maximum(union, jnp.max(needed, axis=1))
     truncated = (needed > capacity) | (most > allocated_slots(state, cfg))
     first = state.first & (truncated | (most <= 0))
-    selection = BlockSelection(block_ids=block_ids, count=count, truncated=truncated)
+    place = jnp.broadcast_to(jnp.maximum(block_ids, 0)[:, None], (batch, rows, capacity))
+    own = jnp.take_along_axis(wanted, place, axis=2) & (block_ids >= 0)[:, None]
+    own = jnp.broadcast_to(own, (batch, num_rows, capacity))
+    selection = BlockSelection(block_ids, count, truncated, own)
     return selection, state.replace(key=key, first=first), needed
 
 
@@ -109,7 +113,7 @@ def observe_rows(
     *,
     mode: Update = "prefix",
 ) -> SpinState:
-    """``observe`` of rows 0 to a in order, each with its own N and q; later rows leave no trace.
+    """``observe`` of rows 0 to a in order, each with its own N, q and blocks; of no other row.
 
     ``num_accepted`` a is how many drafts were accepted, 0 to R - 1; -1 where no row stands.
     ``mode="row0"`` replays row 0 alone. Ages advance with every row that is replayed. [choice]
@@ -119,10 +123,14 @@ def observe_rows(
 
     Source: the paper, 3.2.2; the spec's "Speculative decoding", update.
     """
-    _check_mode(mode, "prefix")
+    check_mode("mode", mode, "prefix")
     num_slots = as_num_slots(state, num_slots, cfg, ndim=2)
     rows = num_slots.shape[1]
     check_scores(scores, selection, cfg, (rows,))
+    if selection.rows is None or selection.rows.shape[1] != rows:
+        raise ValueError(
+            f"the selection is not one of {rows} rows; pass what select_rows gave for num_slots"
+        )
     num_accepted = jnp.asarray(num_accepted)
     if num_accepted.shape != (num_slots.shape[0],):
         raise ValueError(
@@ -132,10 +140,11 @@ def observe_rows(
     for row in range(rows if mode == "prefix" else 1):
         # A row that sees no slots changes nothing.
         seen = jnp.where(row <= num_accepted, num_slots[:, row], 0)
-        state = observe(state, selection, scores[:, row], seen, cfg)
+        state = observe_own(state, selection, scores[:, row], seen, cfg, selection.rows[:, row])
     return state
 
 
-def _check_mode(mode: str, default: str) -> None:
+def check_mode(name: str, mode: str, default: str) -> None:
+    """Raises ``ValueError`` unless the mode is its default or "row0"."""
     if mode not in (default, "row0"):
-        raise ValueError(f"mode is {mode!r}; allowed: {default!r}, 'row0'")
+        raise ValueError(f"{name} is {mode!r}; allowed: {default!r}, 'row0'")
