@@ -118,7 +118,7 @@ def prompts(case) -> Runs:
 
 def test_prompts_of_every_kind_then_decode(prompts):
     for pair in prompts.pairs():
-        for _ in range(48):
+        for _ in range(24):  # beyond the window of 16, in every phase of a slot
             pair.step(1, 1)
 
 
@@ -130,7 +130,11 @@ def test_token_by_token(case):
 
 def test_chunks_of_up_to_eight(case):
     runs = Runs(case)
-    runs.finish(np.array([7, 3, 4, 5, 6, 7, 8, 7, 3, 8, 5, 4, 7, 6, 3, 8]), 8)
+    sizes = np.array([7, 3, 4, 5, 6, 7, 8, 7, 3, 8, 5, 4, 7, 6, 5, 8])
+    while runs.at.min() < runs.total:
+        runs.step(sizes, 8)
+        # Sevens, fives and eights keep their chunks at the ends; the others change, to finish soon.
+        sizes[1:14] = np.roll(sizes[1:14], 5)
 
 
 def test_chunks_of_up_to_sixty_four(case):
