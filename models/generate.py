@@ -304,7 +304,8 @@ class Session:
             args = (self.params, *new, self.cache, logits, self.draft)
             compiled = self._program(prefill_chunk, args, cfg=self.cfg)
             begin = time.perf_counter()
-            self.cache, logits, self.draft = compiled(*args)
+            # Where XLA chose to shard a result over the mesh, the next chunk would compile anew.
+            self.cache, logits, self.draft = beside(self.params, compiled(*args))
             jax.block_until_ready(logits)
             self.timing.prefill_seconds += time.perf_counter() - begin
         self.lengths = self.lengths + lengths
@@ -322,7 +323,7 @@ class Session:
         )
         before = int(np.asarray(state.count).sum())
         begin = time.perf_counter()
-        state = jax.block_until_ready(compiled(*args))
+        state = jax.block_until_ready(beside(self.params, compiled(*args)))
         self.timing.decode_seconds += time.perf_counter() - begin
         self.timing.decode_tokens += int(np.asarray(state.count).sum()) - before
         return state

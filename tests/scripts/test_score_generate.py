@@ -145,6 +145,19 @@ def test_spin_reports_what_it_saved(folder, capsys):
     assert report["indexer_bytes_read"] == report["blocks_scored"] * 4 * 64 * 4
 
 
+def test_drafts_report_what_was_accepted(folder, capsys):
+    base = ["--ids", str(folder / "long.npy"), *SAME, "--sparsity", "0.4", "--block-size", "4"]
+    report = run_generate(folder, capsys, *base, "--draft-length", "2")
+    assert len(report["tokens"][0]) == 20
+    assert 1 <= report["acceptance_length"] <= 3
+    assert 0 <= report["draft_acceptance_rate"] <= 1
+    assert 0 <= report["identical_masks"] <= 1 and 0 < report["realized_sparsity"] < 0.4
+    assert (
+        generate.main(["--checkpoint", str(folder / "model"), *base, "--draft-length", "-1"]) == 2
+    )
+    assert "draft_length is -1" in capsys.readouterr().err
+
+
 def test_a_prompt_streams_the_text_that_it_reports(folder, capsys):
     options = ["--prompt", "hello", "--stream", "--json", *SAME]
     assert generate.main(["--checkpoint", str(folder / "model"), *options]) == 0
