@@ -87,7 +87,8 @@ def init_for_training(cfg: ModelConfig, seed: int) -> Params:
     for i, (path, spec) in enumerate(leaves):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         values.append(_initial(name, spec, np.random.default_rng([seed, i]), cfg))
-    return jax.tree.unflatten(tree, [jnp.asarray(v) for v in values])
+    # Copies: an array that shares numpy's memory must not be donated.
+    return jax.tree.unflatten(tree, [jnp.array(v, copy=True) for v in values])
 
 
 def _initial(name: str, spec: ParamSpec, rng: np.random.Generator, cfg: ModelConfig) -> np.ndarray:

@@ -133,8 +133,10 @@ def attend_sequences(
     slots = mask = chosen = index_scores = selected = None
     if ratio and tokens >= ratio:
         slots = pool_slots(p["compressor"], x, ratio, plan.slots[ratio, cfg.head_dim], cfg)
-        seen = (np.arange(tokens) + 1)[:, None] // ratio
-        mask = jnp.asarray(np.arange(slots.shape[1])[None] < seen)[None]
+        # Computed on the device: as constants the masks of long sequences are megabytes a layer.
+        seen = (jnp.arange(tokens, dtype=jnp.int32) + 1) // ratio
+        slot = jnp.arange(slots.shape[1], dtype=jnp.int32)
+        mask = (slot[None] < seen[:, None])[None]
         chosen = mask
         if ratio == CSA:
             index_scores = _index_scores(p["indexer"], x, qr, plan, cfg)

@@ -19,8 +19,8 @@ CFG = dataclasses.replace(
     tiny_config(),
     vocab_size=97,
     hidden_size=48,
-    num_hidden_layers=4,
-    compress_ratios=(SLIDING, CSA, HCA, CSA, SLIDING),
+    num_hidden_layers=3,
+    compress_ratios=(SLIDING, CSA, HCA, SLIDING),
     head_dim=32,
     qk_rope_head_dim=16,
     q_lora_rank=24,
@@ -35,6 +35,14 @@ CFG = dataclasses.replace(
     hc_sinkhorn_iters=4,
 )
 TOKENS = 272  # 17 windows, 68 CSA slots, 2 HCA slots
+SHALLOW = dataclasses.replace(
+    CFG,
+    num_hidden_layers=1,
+    compress_ratios=(CSA,),
+    num_hash_layers=0,
+    num_nextn_predict_layers=0,
+)
+"""One CSA layer, for what does not depend on depth: it compiles in a second."""
 
 
 @pytest.fixture(scope="module")
@@ -45,81 +53,90 @@ def model():
 
 
 @pytest.fixture(scope="module")
-def trained(model):
-    return jax.jit(lambda p, t: forward_sequences(p, t, CFG))(*model)
+def weights():
+    return np.random.default_rng(0).choice([0.0, 0.25, 1.0], (2, TOKENS)).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def trained(model, weights):
+    """The forward's results, and the loss of the same model, in one program."""
+
+    def both(params, tokens):
+        _, parts = sequence_loss(params, tokens, weights, CFG, sparse=True)
+        return forward_sequences(params, tokens, CFG), parts
+
+    return jax.jit(both)(*model)
+
+
+@pytest.fixture(scope="module")
+def shallow():
+    return init_params(SHALLOW, jax.random.key(5))
+
+
+def shallow_forward(params, tokens, cfg=SHALLOW, **options):
+    return jax.jit(lambda p, t: forward_sequences(p, t, cfg, **options))(params, tokens)
 
 
 def test_logits_are_those_of_the_decode_path(model, trained):
     params, tokens = model
-    out = forward(params, tokens, init_cache(CFG, 2, TOKENS), CFG)
-    np.testing.assert_allclose(trained.logits, out.logits, atol=1e-5, rtol=0)
-    cache = init_cache(CFG, 2, TOKENS, mtp=True)
-    mtp = mtp_forward(params, out.streams[:, :-1], tokens[:, 1:], cache, CFG)
-    np.testing.assert_allclose(trained.mtp_logits[:, :-1], mtp.logits, atol=1e-5, rtol=0)
+
+    @jax.jit
+    def decode_path(params, tokens):
+        out = forward(params, tokens, init_cache(CFG, 2, TOKENS), CFG)
+        cache = init_cache(CFG, 2, TOKENS, mtp=True)
+        return out, mtp_forward(params, out.streams[:, :-1], tokens[:, 1:], cache, CFG)
+
+    out, mtp = decode_path(params, tokens)
+    np.testing.assert_allclose(trained[0].logits, out.logits, atol=1e-5, rtol=0)
+    np.testing.assert_allclose(trained[0].mtp_logits[:, :-1], mtp.logits, atol=1e-5, rtol=0)
 
 
-def test_dense_differs_and_sparse_with_room_for_all_is_dense(model, trained):
-    params, tokens = model
-    dense = forward_sequences(params, tokens[:1], CFG, sparse=False)
-    assert np.abs(dense.logits - trained.logits[:1]).max() > 1e-3
-    roomy = dataclasses.replace(CFG, index_topk=TOKENS)
-    wide = forward_sequences(params, tokens[:1], roomy, sparse=True)
+def test_dense_differs_and_sparse_with_room_for_all_is_dense(model, shallow):
+    tokens = model[1][:1, :64]
+    sparse, dense = (shallow_forward(shallow, tokens, sparse=s) for s in (True, False))
+    assert np.abs(dense.logits - sparse.logits).max() > 1e-4
+    roomy = dataclasses.replace(SHALLOW, index_topk=64)
+    wide = shallow_forward(shallow, tokens, roomy, sparse=True)
     np.testing.assert_allclose(dense.logits, wide.logits, atol=1e-6, rtol=0)
     np.testing.assert_allclose(wide.index_mass[:, :, 3:], 1.0, atol=1e-5)
 
 
-def test_index_loss_moves_the_indexers_alone(model):
-    params, tokens = model
+def test_index_loss_moves_the_indexer_alone(model, shallow):
+    @jax.jit
+    @jax.grad
+    def gradient(params):
+        return jnp.sum(forward_sequences(params, model[1][:1, :64], SHALLOW).index_loss)
 
-    def only_index(params):
-        return jnp.sum(forward_sequences(params, tokens[:1, :64], CFG).index_loss)
-
-    floats, rest = {}, {}
-    leaves, tree = jax.tree_util.tree_flatten_with_path(params)
-    for path, leaf in leaves:
-        (floats if jnp.issubdtype(leaf.dtype, jnp.floating) else rest)[path] = leaf
-    grads = jax.grad(
-        lambda f: only_index(jax.tree.unflatten(tree, [(f | rest)[p] for p, _ in leaves]))
-    )(floats)
-    for path, grad in grads.items():
+    for path, grad in jax.tree_util.tree_flatten_with_path(gradient(shallow))[0]:
         indexer = "indexer" in jax.tree_util.keystr(path)
         assert bool(jnp.any(grad != 0)) == indexer, jax.tree_util.keystr(path)
         assert bool(jnp.all(jnp.isfinite(grad)))
 
 
-def test_loss_is_the_weighted_mean_of_both_predictions(model, trained):
-    params, tokens = model
-    weights = np.random.default_rng(0).choice([0.0, 0.25, 1.0], tokens.shape).astype(np.float32)
-    _, parts = jax.jit(lambda p, t, w: sequence_loss(p, t, w, CFG, sparse=True))(
-        params, tokens, weights
-    )
+def test_loss_is_the_weighted_mean_of_both_predictions(model, trained, weights):
+    forwarded, parts = trained
 
     def mean_loss(logits, ahead):
         logits = np.asarray(logits, np.float64)[:, : TOKENS - ahead]
         log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-        targets = np.asarray(tokens)[:, ahead:]
+        targets = np.asarray(model[1])[:, ahead:]
         loss = -np.take_along_axis(log_p, targets[..., None], -1)[..., 0]
         w, right = weights[:, ahead:], log_p.argmax(-1) == targets
         return (loss * w).sum() / w.sum(), right[w == 1].mean()
 
     np.testing.assert_allclose(
-        (parts.next_token, parts.answers), mean_loss(trained.logits, 1), rtol=1e-4
+        (parts.next_token, parts.answers), mean_loss(forwarded.logits, 1), rtol=1e-4
     )
     np.testing.assert_allclose(
-        (parts.mtp, parts.mtp_answers), mean_loss(trained.mtp_logits, 2), rtol=1e-4
+        (parts.mtp, parts.mtp_answers), mean_loss(forwarded.mtp_logits, 2), rtol=1e-4
     )
     for load in parts.expert_load:
         np.testing.assert_allclose(jnp.sum(load), 1.0, rtol=1e-5)
 
 
-def test_remat_changes_nothing(model):
-    params, tokens = model
-    plain, kept = (
-        jax.jit(lambda p, t, r=r: forward_sequences(p, t, CFG, remat=r).logits)(
-            params, tokens[:1, :32]
-        )
-        for r in (False, True)
-    )
+def test_remat_changes_nothing(model, shallow):
+    tokens = model[1][:1, :32]
+    plain, kept = (shallow_forward(shallow, tokens, remat=r).logits for r in (False, True))
     np.testing.assert_allclose(plain, kept, atol=1e-6, rtol=0)
 
 
