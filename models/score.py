@@ -15,6 +15,7 @@ from models.cache import Cache, init_cache
 from models.config import ModelConfig
 from models.generate import PREFILL_CHUNK, check_ids, request_keys
 from models.model import forward, mtp_forward
+from models.params import beside
 from models.selector import ALL_KEEP, Selector
 
 
@@ -95,12 +96,15 @@ def score(
         raise ValueError(f"chunk is {chunk}; prefill takes at least one token at a time")
     if mtp and not cfg.num_nextn_predict_layers:
         raise ValueError("the model has no MTP block; leave MTP logits off")
-    cache = init_cache(cfg, batch, total, dtype=dtype)
-    mtp_cache = init_cache(cfg, batch, total, dtype=dtype, mtp=True) if mtp else None
+    cache = beside(params, init_cache(cfg, batch, total, dtype=dtype))
+    mtp_cache = None
+    if mtp:
+        mtp_cache = beside(params, init_cache(cfg, batch, total, dtype=dtype, mtp=True))
     key = jax.random.key(0) if key is None else key
     selector = selector if cfg.csa_layers else ALL_KEEP
     slots = [c.index_keys.values.shape[1] for c in cache.layers if c.index_keys]
-    state = selector.init(len(cfg.csa_layers), max(slots, default=0), request_keys(key, list(ids)))
+    keys = request_keys(key, list(ids))
+    state = beside(params, selector.init(len(cfg.csa_layers), max(slots, default=0), keys))
 
     logits = np.empty((batch, total, cfg.vocab_size), np.float32)
     mtp_logits = np.empty((batch, total - 1, cfg.vocab_size), np.float32) if mtp else None

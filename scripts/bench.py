@@ -1,12 +1,12 @@
 """Benchmarks: ``bench.py kernels`` times the indexer's and SPIN's operations on a GPU,
-``bench.py decode`` the whole decode loop."""
+``bench.py decode`` the whole decode loop, ``bench.py drafts`` speculative decoding."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 
-SUBCOMMANDS = {"kernels": "bench_kernels", "decode": "bench_decode"}
+SUBCOMMANDS = {"kernels": "bench_kernels", "decode": "bench_decode", "drafts": "bench_drafts"}
 
 
 def main(argv: list[str]) -> None:

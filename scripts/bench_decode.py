@@ -86,7 +86,7 @@ def one_request(name: str, cfg: ModelConfig, args: argparse.Namespace) -> dict[s
         room=args.steps + 1,
         dtype=jnp.float32,
     )
-    cache, logits = prefill_chunk(
+    cache, logits, _ = prefill_chunk(
         params,
         jnp.asarray(tokens),
         jnp.full(1, PREFILL, jnp.int32),

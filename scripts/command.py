@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import zipfile
 from collections.abc import Callable
@@ -172,3 +173,22 @@ def load_ids(path: str) -> np.ndarray:
     if not isinstance(ids, np.ndarray):
         raise ValueError(f"{path} is an archive; save one array with numpy.save")
     return ids
+
+
+def check_out(path: str) -> None:
+    """Raises ``ValueError`` where a result could not be written, before any work is done."""
+    if not Path(path).absolute().parent.is_dir():
+        raise ValueError(f"--out {path}: its folder does not exist; create it first")
+
+
+def write_npz(out: str, arrays: dict[str, Any]) -> None:
+    """Write beside the target and rename: what is there stays until the new file is whole."""
+    path = Path(out)
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with open(partial, "wb") as file:
+            np.savez(file, **arrays)
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
-from pathlib import Path
-from typing import Any
 
 import command
-import numpy as np
 
 from models.generate import PREFILL_CHUNK
 from models.score import score
@@ -51,8 +47,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _score(args: argparse.Namespace) -> None:
-    if not Path(args.out).absolute().parent.is_dir():
-        raise ValueError(f"--out {args.out}: its folder does not exist; create it first")
+    command.check_out(args.out)
     ids = command.load_ids(args.ids)
     decoded = ids.shape[-1] - (args.prefill or 0) if ids.ndim else 0
     selector = command.selector_from(args, decoded)
@@ -75,7 +70,7 @@ def _score(args: argparse.Namespace) -> None:
     arrays = {"logits": scores.logits}
     if scores.mtp_logits is not None:
         arrays["mtp_logits"] = scores.mtp_logits
-    _write_whole(Path(args.out), arrays)
+    command.write_npz(args.out, arrays)
     print(f"mean log-likelihood {scores.mean_log_likelihood:.6f} nats a token")
     if args.json:
         report = {
@@ -87,18 +82,6 @@ def _score(args: argparse.Namespace) -> None:
             **command.spin_report(selector, scores.selector_state, cfg, dtype),
         }
         print(json.dumps(report))
-
-
-def _write_whole(path: Path, arrays: dict[str, Any]) -> None:
-    """Write beside the target and rename: what is there stays until the new file is whole."""
-    partial = path.with_name(path.name + ".partial")
-    try:
-        with open(partial, "wb") as file:
-            np.savez(file, **arrays)
-        os.replace(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
 
 
 if __name__ == "__main__":
