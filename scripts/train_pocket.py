@@ -274,6 +274,10 @@ class Run:
                 pool.shutdown(wait=False, cancel_futures=True)
 
 
+_PROGRAMS: dict[tuple, Future] = {}
+"""Shared by all runs of a process."""
+
+
 class Programs:
     """The training step compiled for each stage, the next stage's while this one trains."""
 
@@ -281,7 +285,6 @@ class Programs:
         self._cfg, self._recipe = cfg, recipe
         self._state = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
         self._pool = ThreadPoolExecutor(1)
-        self._programs: dict[tuple[int, int, bool, int], Future] = {}
 
     def get(self, stage: Stage, steps: int) -> Any:
         """The program of ``steps`` steps; those of the stage after it begin to compile."""
@@ -293,10 +296,11 @@ class Programs:
         return program.result()
 
     def _start(self, stage: Stage, steps: int) -> Future:
-        name = (stage.length, stage.rows, stage.sparse, steps)
-        if name not in self._programs:
-            self._programs[name] = self._pool.submit(self._compile, stage, steps)
-        return self._programs[name]
+        options = (self._cfg, self._recipe.compute, self._recipe.weight_decay)
+        name = (stage.length, stage.rows, stage.sparse, steps, *options)
+        if name not in _PROGRAMS:
+            _PROGRAMS[name] = self._pool.submit(self._compile, stage, steps)
+        return _PROGRAMS[name]
 
     def _compile(self, stage: Stage, steps: int) -> Any:
         batch = jax.ShapeDtypeStruct((steps, stage.rows, stage.length), np.uint8)

@@ -18,7 +18,7 @@ from models.params import count_params, is_spec, param_specs
 from models.pocket import init_for_training, pocket_config, toy_config
 
 STEPS = 12
-STAGES = (Stage(64, 4, 8, False), Stage(64, 4, STEPS - 8, True))
+STAGES = (Stage(128, 4, 8, False), Stage(128, 4, STEPS - 8, True))
 RECIPE = Recipe(STAGES, lr=3e-3, compute="float32")
 
 
