@@ -107,7 +107,7 @@ def test_the_pocket_fits_ten_megabytes_and_round_trips():
 
 
 def test_exports_do_not_overwrite(whole):
-    with pytest.raises(ValueError, match="not empty"):
+    with pytest.raises(ValueError, match="model"):
         export_release(whole_params(whole.state), toy_config(), whole.out / "model")
 
 
