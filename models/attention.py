@@ -37,7 +37,7 @@ from models.layers import (
     rope_frequencies,
     rope_rotation,
 )
-from models.quant_sim import simulate_fp4, simulate_fp8
+from models.quant_sim import quantise_fp8, simulate_fp4, simulate_fp8
 from models.selector import IndexKeys, IndexQuery, Selector
 
 
@@ -140,7 +140,10 @@ def attention(
         if ratio == CSA:
             assert cache.index_keys is not None
             key = _index_grid(hadamard_rotate(contents[1]), cfg)
-            keys = IndexKeys(_write_slots(cache.index_keys.values, slot_plan, key))
+            new = IndexKeys(*quantise_fp8(key)) if cfg.fp8_index_keys else IndexKeys(key)
+            keys = jax.tree.map(
+                lambda slots, rows: _write_slots(slots, slot_plan, rows), cache.index_keys, new
+            )
             cache = cache.replace(index_keys=keys)
             query = _index_query(p["indexer"], x, qr, plan, cfg)
             slots, observation = selector.select(
@@ -179,7 +182,12 @@ def _index_query(
     q = linear(qr, p["wq_b"], F32).reshape(*x.shape[:2], heads, width)
     q = apply_rope(q, _per_head(plan.rotations[True, width])).astype(x.dtype)
     w = linear(x, p["weights_proj"], F32) * (width**-0.5 * heads**-0.5)
-    return IndexQuery(_index_grid(hadamard_rotate(q), cfg), w)
+    q = _index_grid(hadamard_rotate(q), cfg)
+    if cfg.fp8_index_keys:
+        # w relu(s q . k) = s w relu(q . k) for s > 0: the head's weight takes the query's scale.
+        q, scale = quantise_fp8(q)
+        w = w * scale
+    return IndexQuery(q, w)
 
 
 def _index_grid(x: Float[Array, "... x"], cfg: ModelConfig) -> Float[Array, "... x"]:

@@ -116,7 +116,7 @@ def init_cache(
             window,
             jnp.zeros((batch, slots, cfg.head_dim), dtype),
             jnp.zeros((*ring, 2, cfg.head_dim + cfg.index_head_dim), F32),
-            IndexKeys(jnp.zeros((batch, slots, cfg.index_head_dim), dtype)),
+            _empty_index_keys(batch, slots, dtype, cfg),
         )
 
     return Cache(
@@ -125,6 +125,13 @@ def init_cache(
         max_len=max_len,
         max_draft=max_draft,
     )
+
+
+def _empty_index_keys(batch: int, slots: int, dtype: Any, cfg: ModelConfig) -> IndexKeys:
+    shape = (batch, slots, cfg.index_head_dim)
+    if cfg.fp8_index_keys:
+        return IndexKeys(jnp.zeros(shape, jnp.float8_e4m3fn), jnp.zeros(shape[:2], F32))
+    return IndexKeys(jnp.zeros(shape, dtype))
 
 
 def rollback(cache: Cache, length: Int32[Array, "B"]) -> Cache:

@@ -28,6 +28,10 @@ class YarnConfig:
     beta_slow: float = 1.0
 
 
+OURS = ("quant_sim", "fp8_index_keys")
+"""Fields of :class:`ModelConfig` that no release's file has."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """Every number of a DeepSeek-V4 model; keys as in the release's ``config.json``.
@@ -72,7 +76,9 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = (1,)
     quant_sim: bool = False
     """Simulate the release's training grids: FP8 on window and compressed kv, FP4 on the index
-    query and key. Not a key of the release; set with ``dataclasses.replace``."""
+    query and key. Not a key of the release; set with :meth:`with_quant_sim`."""
+    fp8_index_keys: bool = False
+    """Keep index keys as FP8, half of bf16's bytes; set with :meth:`with_fp8_index_keys`."""
 
     def __post_init__(self) -> None:
         _validate(self)
@@ -90,6 +96,14 @@ class ModelConfig:
     def with_quant_sim(self) -> ModelConfig:
         """The same model with the release's training grids simulated."""
         return dataclasses.replace(self, quant_sim=True)
+
+    def with_fp8_index_keys(self) -> ModelConfig:
+        """The same model with the lightning indexer's keys and queries kept as FP8 (e4m3).
+
+        A float32 power of two scales each key and each head's query. What FP4 simulation leaves
+        fits e4m3 exactly unless blocks of a key differ by 2^11 or more, so both select alike.
+        """
+        return dataclasses.replace(self, fp8_index_keys=True)
 
     @classmethod
     def load(cls, path: str | Path) -> ModelConfig:
@@ -122,7 +136,7 @@ class ModelConfig:
         values: dict[str, Any] = {}
         missing = []
         for field in dataclasses.fields(cls):
-            if field.name in ("yarn", "eos_token_ids", "quant_sim"):
+            if field.name in ("yarn", "eos_token_ids", *OURS):
                 continue
             raw = rope[field.name] if field.name in rope else data.get(field.name)
             if raw is None:
@@ -151,7 +165,7 @@ class ModelConfig:
             "tie_word_embeddings": False,
         }
         for field in dataclasses.fields(self):
-            if field.name not in ("yarn", "eos_token_ids", "quant_sim"):
+            if field.name not in ("yarn", "eos_token_ids", *OURS):
                 data[field.name] = getattr(self, field.name)
         data["compress_ratios"] = list(self.compress_ratios)
         eos = self.eos_token_ids

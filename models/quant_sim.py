@@ -44,6 +44,19 @@ def simulate_fp8(x: Float[Array, "... c"], rotary: int) -> Float[Array, "... c"]
     return jnp.concatenate((rounded, x[..., x.shape[-1] - rotary :]), axis=-1)
 
 
+def quantise_fp8(x: Float[Array, "... c"]) -> tuple[Float[Array, "... c"], Float[Array, ...]]:
+    """E4M3 values and one float32 scale for all channels: ``scale = 2^ceil(log2(amax / 448))``.
+
+    The scale is a power of two, so that values on a coarser grid stay as they are.
+    """
+    x = x.astype(F32)
+    amax = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
+    exponent = jnp.where(amax > 0, _ceil_log2(jnp.where(amax > 0, amax, 1) / FP8_MAX), 0)
+    # No smaller than the least normal number: its inverse must be finite.
+    scale = jnp.ldexp(F32(1), jnp.maximum(exponent, -126))
+    return (x / scale).astype(jnp.float8_e4m3fn), scale[..., 0]
+
+
 def simulate_fp4(x: Float[Array, "... c"]) -> Float[Array, "... c"]:
     """E2M1 with one power-of-two scale per 32 channels: ``scale = 2^ceil(log2(amax / 6))``."""
     blocks, width = _on_blocks(x, FP4_BLOCK)

@@ -91,8 +91,7 @@ def _measure(args: argparse.Namespace, argv: list[str]) -> None:
     for mask, update in LIVE:
         live.append(run(SpinSelector(spin, mask=mask, update=update), args.draft_length)[1])
 
-    keys = [c.index_keys.values for c in recorded.cache.layers if c.index_keys is not None]
-    trace = trace_of(recorded.selector_state, keys, cfg.index_topk)
+    trace = trace_of(recorded.selector_state, recorded.cache, cfg.index_topk)
     offline = trace_command.compare(
         trace, trace_command.SPARSITIES, SpinConfig(block_size=args.block_size), args.seed
     )

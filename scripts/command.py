@@ -24,6 +24,8 @@ from spin_jax import SpinConfig, SpinSelector, recorded_miss, savings
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 DTYPE_HELP = "of weights and activations (as converted; float32 for a release folder)"
 
+FP8_HELP = "keep the indexer's keys as FP8: half the bytes to score"
+
 
 def make_parser(doc: str | None, examples: str) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
@@ -126,7 +128,8 @@ def spin_report(
     """What pruning saved, as fields of the JSON; empty without SPIN."""
     if not isinstance(selector, SpinSelector):
         return {}
-    saved = savings(states, selector.config, cfg.index_head_dim, dtype)
+    key_dtype = jnp.float8_e4m3fn if cfg.fp8_index_keys else dtype
+    saved = savings(states, selector.config, cfg.index_head_dim, key_dtype)
     missed = {}
     if selector.diagnose and states:
         summary = recorded_miss(states)

@@ -56,6 +56,7 @@ def main(argv: list[str] | None = None) -> int:
         "--max-len", type=int, metavar="L", help="tokens of cache (what the prompts need)"
     )
     parser.add_argument("--chunk", type=int, default=PREFILL_CHUNK, help="of prefill (%(default)s)")
+    parser.add_argument("--fp8-index-keys", action="store_true", help=command.FP8_HELP)
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument(
         "--draft-length",
@@ -78,6 +79,7 @@ def _generate(args: argparse.Namespace) -> None:
     if not 0 <= args.seed < 2**63:
         raise ValueError(f"--seed is {args.seed}; it must be from 0 to 2^63 - 1")
     params, cfg = command.load_model(args.checkpoint, args.dtype)
+    cfg = cfg.with_fp8_index_keys() if args.fp8_index_keys else cfg
     tokenizer = load_tokenizer(args.checkpoint, cfg)
     turns = _read_turns(args, tokenizer)
     # All of a dialogue before its first turn runs, so that no answer is lost to a later mistake.

@@ -40,6 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--quant-sim", action="store_true", help="simulate the release's FP8 and FP4 grids"
     )
+    parser.add_argument("--fp8-index-keys", action="store_true", help=command.FP8_HELP)
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     command.add_spin_options(parser)
     args = parser.parse_args(argv)
@@ -52,8 +53,8 @@ def _score(args: argparse.Namespace) -> None:
     decoded = ids.shape[-1] - (args.prefill or 0) if ids.ndim else 0
     selector = command.selector_from(args, decoded)
     params, cfg = command.load_model(args.checkpoint, args.dtype)
-    if args.quant_sim:
-        cfg = cfg.with_quant_sim()
+    cfg = cfg.with_quant_sim() if args.quant_sim else cfg
+    cfg = cfg.with_fp8_index_keys() if args.fp8_index_keys else cfg
     dtype = params["embed"].dtype
     begin = time.perf_counter()
     scores = score(

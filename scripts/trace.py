@@ -114,8 +114,7 @@ def _record(args: argparse.Namespace) -> None:
         draft_length=args.draft_length,
     )
     session.turn(prompts, args.max_new_tokens, stop=[])
-    keys = [c.index_keys.values for c in session.cache.layers if c.index_keys is not None]
-    trace = trace_of(session.selector_state, keys, cfg.index_topk)
+    trace = trace_of(session.selector_state, session.cache, cfg.index_topk)
     command.write_npz(args.out, {"version": VERSION} | trace._asdict())
     layers, batch, steps, rows = trace.q.shape[:4]
     print(f"{layers} layers, {batch} requests, {steps} steps of {rows} rows in {args.out}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int32, Key
 
+from models.cache import Cache
 from models.selector import ALL_KEEP, IndexKeys, IndexQuery, Selector
 from spin_jax.selector import SpinLayer, SpinSelector
 
@@ -122,19 +124,24 @@ class Trace(NamedTuple):
     """``index_topk`` of the model."""
 
 
-def trace_of(records: tuple[Recording, ...], keys: list[Array], top_k: int) -> Trace:
-    """The trace of a run from its layers' records and final index keys [B, S, x]."""
+def trace_of(records: Sequence[Recording], cache: Cache, top_k: int) -> Trace:
+    """The trace of a run from its layers' records and the cache after it."""
     steps = int(records[0].steps)
     if steps > records[0].q.shape[1]:
         raise ValueError(
             f"the run took {steps} steps and {records[0].q.shape[1]} were recorded; "
             "give RecordingSelector more steps"
         )
-    one = records[0]
+    one, keys = records[0], []
+    for layer in cache.layers:
+        if layer.index_keys is not None:
+            values, scales = layer.index_keys
+            values = values.astype(jnp.float32)
+            keys.append(values if scales is None else values * scales[..., None])
     return Trace(
         jnp.stack([r.q[:, :steps] for r in records]),
         jnp.stack([r.w[:, :steps] for r in records]),
-        jnp.stack([k.astype(jnp.float32) for k in keys]),
+        jnp.stack(keys),
         one.num_slots[:, :steps],
         one.num_rows[:, :steps],
         top_k,

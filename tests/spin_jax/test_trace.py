@@ -46,8 +46,12 @@ def recorded(params):
         params, CFG, batch=2, max_len=164, chunk=32, draft_length=DRAFT, selector=selector
     )
     answers = session.turn(prompts, NEW, stop=[])
-    keys = [c.index_keys.values for c in session.cache.layers if c.index_keys is not None]
-    return session, prompts, answers, trace_of(session.selector_state, keys, CFG.index_topk)
+    return (
+        session,
+        prompts,
+        answers,
+        trace_of(session.selector_state, session.cache, CFG.index_topk),
+    )
 
 
 def test_a_replay_of_the_recorded_policy_is_the_run(recorded):
@@ -72,8 +76,7 @@ def test_an_all_keep_record_holds_the_models_own_queries(params):
         params, CFG, batch=1, max_len=88, chunk=32, draft_length=DRAFT, selector=selector
     )
     (answer,) = session.turn([prompt], NEW, stop=[])
-    keys = [c.index_keys.values for c in session.cache.layers if c.index_keys is not None]
-    trace = trace_of(session.selector_state, keys, CFG.index_topk)
+    trace = trace_of(session.selector_state, session.cache, CFG.index_topk)
     tokens = jnp.asarray([prompt + answer], jnp.int32)
     whole = forward(params, tokens, init_cache(CFG, 1, tokens.shape[1]), CFG, trace=True)
     stood = np.arange(DRAFT + 1)[None] < np.asarray(trace.num_rows[0])[:, None]
@@ -120,7 +123,7 @@ def test_mistakes_are_named(recorded, tmp_path, capsys):
     session, *_ = recorded
     with pytest.raises(ValueError, match="give RecordingSelector more steps"):
         short = [r.replace(q=r.q[:, :1]) for r in session.selector_state]
-        trace_of(short, [], CFG.index_topk)
+        trace_of(short, session.cache, CFG.index_topk)
     (tmp_path / "bad.npz").write_bytes(b"no archive")
     assert trace_command.main(["replay", "--trace", str(tmp_path / "bad.npz")]) == 2
     assert "is not a trace that trace.py record wrote" in capsys.readouterr().err
