@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import trace as trace_command
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +18,17 @@ import bench_decode
 import command
 import jax
 import numpy as np
+from draft_policies import SPARSITIES, compare
 
 from models.generate import Session
 from spin_jax import SpinConfig, SpinSelector, savings
+from spin_jax.speculative import Mask, Update
 from spin_jax.trace import RecordingSelector, trace_of
 
 EXAMPLES = """examples:
   python scripts/bench.py drafts --checkpoint tiny-f32 --block-size 2 --out results/drafts.json
 """
-LIVE = (("union", "prefix"), ("row0", "row0"))
+LIVE: tuple[tuple[Mask, Update], ...] = (("union", "prefix"), ("row0", "row0"))
 
 
 def main(argv: list[str]) -> None:
@@ -92,9 +93,7 @@ def _measure(args: argparse.Namespace, argv: list[str]) -> None:
         live.append(run(SpinSelector(spin, mask=mask, update=update), args.draft_length)[1])
 
     trace = trace_of(recorded.selector_state, recorded.cache, cfg.index_topk)
-    offline = trace_command.compare(
-        trace, trace_command.SPARSITIES, SpinConfig(block_size=args.block_size), args.seed
-    )
+    offline = compare(trace, SPARSITIES, SpinConfig(block_size=args.block_size), args.seed)
     report = {
         "checkpoint": Path(args.checkpoint).name if args.checkpoint else "random",
         "prompts": args.prompts,

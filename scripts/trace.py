@@ -17,26 +17,23 @@ The score of slot i in a row is sum_h w[h] relu(q[h] . keys[i]) for i < num_slot
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import sys
 import zipfile
-from collections.abc import Sequence
 from typing import Any
 
 import command
 import jax
 import numpy as np
+from draft_policies import SPARSITIES, compare
 
 from models.generate import PREFILL_CHUNK, Session
 from models.sampling import Sampling
 from models.text import load_tokenizer
-from spin_jax import SpinConfig, SpinSelector, recorded_miss, savings
-from spin_jax.trace import RecordingSelector, Trace, replay, trace_of
+from spin_jax import SpinConfig
+from spin_jax.trace import RecordingSelector, Trace, trace_of
 
 VERSION = 1
-SPARSITIES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
-POLICIES = (("union", "prefix"), ("union", "row0"), ("row0", "prefix"), ("row0", "row0"))
 
 EXAMPLES = """examples:
   python scripts/trace.py record --checkpoint flash-bf16 --prompt "Once upon a time" \\
@@ -146,44 +143,8 @@ def load_trace(path: str) -> Trace:
             arrays = {name: file[name] for name in Trace._fields}
     except (ValueError, KeyError, EOFError, TypeError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path} is not a trace that trace.py record wrote: {error}") from error
-    return Trace(**arrays | {"top_k": int(arrays["top_k"])})
-
-
-def compare(
-    trace: Trace, sparsities: Sequence[float], base: SpinConfig, seed: int
-) -> list[dict[str, Any]]:
-    """Miss and realized sparsity of every pair of draft policies at every sparsity, printed too."""
-    rows = []
-    policies = POLICIES if trace.num_slots.shape[2] > 1 else POLICIES[:1]
-    print("mask    update  sparsity  realized  mean miss  p99 miss  identical")
-    for mask, update in policies:
-        for sparsity in sparsities:
-            config = dataclasses.replace(base, sparsity=sparsity)
-            selector = SpinSelector(config, mask=mask, update=update)
-            states = replay(trace, selector, jax.random.key(seed))
-            missed = recorded_miss(states)
-            saved = savings(states, config, trace.q.shape[-1], "float32")
-            known = int(missed.rows) > 0
-            row = {
-                "mask": mask,
-                "update": update,
-                "sparsity": sparsity,
-                "realized_sparsity": saved.realized_sparsity,
-                "miss_mean": float(missed.mean) if known else None,
-                "miss_p99": float(missed.p99) if known else None,
-                "miss_mean_of_p99": float(missed.mean_of_p99) if known else None,
-                "miss_rows": int(missed.rows),
-                "identical_masks": saved.identical_masks,
-            }
-            rows.append(row)
-            cells = (saved.realized_sparsity, row["miss_mean"], row["miss_p99"])
-            shown = ["-" if x is None else f"{x:.4f}" for x in (*cells, saved.identical_masks)]
-            print(
-                f"{mask:7} {update:7} {sparsity:8.2f} {shown[0]:>9} {shown[1]:>10} "
-                f"{shown[2]:>9} {shown[3]:>10}",
-                flush=True,
-            )
-    return rows
+    top_k = int(arrays.pop("top_k"))
+    return Trace(**arrays, top_k=top_k)
 
 
 def _replay(args: argparse.Namespace) -> None:

@@ -101,12 +101,17 @@ class SpinSelector:
         def restart(count: Array) -> Array:
             return jnp.where(where, jnp.uint32(0), count)
 
-        return SpinLayer(
-            reset(state.spin, where),
-            *map(restart, (state.scored, state.visible, state.verified, state.identical)),
-            None if state.misses is None else jnp.where(where[:, None], jnp.nan, state.misses),
-            None if state.rows is None else jnp.where(where, 0, state.rows),
+        layer = state.replace(
+            spin=reset(state.spin, where),
+            scored=restart(state.scored),
+            visible=restart(state.visible),
+            verified=restart(state.verified),
+            identical=restart(state.identical),
         )
+        if state.misses is None or state.rows is None:
+            return layer
+        misses = jnp.where(where[:, None], jnp.nan, state.misses)
+        return layer.replace(misses=misses, rows=jnp.where(where, 0, state.rows))
 
     def select(
         self,
@@ -206,13 +211,15 @@ class SpinSelector:
             shared = seen.selection.rows | (seen.selection.block_ids < 0)[:, None]
             identical = verified & jnp.all(shared, axis=(1, 2))
         blocks = -(-jnp.max(seen.num_slots, axis=1) // cfg.block_size)
+        misses, rows = _recorded(state, seen.misses, num_rows)
         return SpinLayer(
             spin,
             state.scored + jnp.where(stands, seen.selection.count, 0).astype(jnp.uint32),
             state.visible + jnp.where(stands, blocks, 0).astype(jnp.uint32),
             state.verified + verified.astype(jnp.uint32),
             state.identical + identical.astype(jnp.uint32),
-            *_recorded(state, seen.misses, num_rows),
+            misses,
+            rows,
         )
 
 

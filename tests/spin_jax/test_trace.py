@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from draft_cases import agreeable
+from draft_policies import POLICIES
 
 from models.cache import init_cache
 from models.generate import Session
@@ -110,7 +111,7 @@ def test_the_command_records_and_replays(params, tmp_path, capsys, monkeypatch):
     options = ["--trace", out, "--sparsity", "0.6", "--block-size", "2", "--json"]
     assert trace_command.main(["replay", *options]) == 0
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
-    assert [(r["mask"], r["update"]) for r in rows] == list(trace_command.POLICIES)
+    assert [(r["mask"], r["update"]) for r in rows] == list(POLICIES)
     trace = trace_command.load_trace(out)
     config = SpinConfig(sparsity=0.6, block_size=2)
     states = replay(trace, SpinSelector(config), jax.random.key(0))
