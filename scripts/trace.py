@@ -110,7 +110,7 @@ def _record(args: argparse.Namespace) -> None:
         chunk=args.chunk,
         draft_length=args.draft_length,
     )
-    session.turn(prompts, args.max_new_tokens, stop=[])
+    answers = session.turn(prompts, args.max_new_tokens, stop=[])
     trace = trace_of(session.selector_state, session.cache, cfg.index_topk)
     command.write_npz(args.out, {"version": VERSION} | trace._asdict())
     layers, batch, steps, rows = trace.q.shape[:4]
@@ -123,6 +123,7 @@ def _record(args: argparse.Namespace) -> None:
             "steps": steps,
             "rows": rows,
             "out": args.out,
+            "tokens": answers,
         }
         if drafted is not None:
             report["acceptance_length"] = drafted.acceptance_length

@@ -57,7 +57,9 @@ def plain(params):
     return (prompts, second, stop), answers
 
 
-@pytest.mark.parametrize("draft_length", range(1, 8))
+@pytest.mark.parametrize(
+    "draft_length", [1, 3, 7, *(pytest.param(d, marks=pytest.mark.slow) for d in (2, 4, 5, 6))]
+)
 def test_greedy_answers_are_the_plain_ones(params, plain, draft_length):
     """Ragged requests, stops and limits inside a draft, a second turn."""
     (prompts, second, stop), answers = plain
@@ -96,7 +98,7 @@ def test_a_stream_yields_the_same_tokens(params, plain):
     assert [sum(parts, []) for parts in zip(*parts, strict=True)] == answers[0]
 
 
-@pytest.mark.parametrize("layers", [2, 7])
+@pytest.mark.parametrize("layers", [7, pytest.param(2, marks=pytest.mark.slow)])
 def test_other_shapes(layers):
     """The golden size with all its layers; and sliding windows alone, with no indexer."""
     cfg = dataclasses.replace(shrink(tiny_config(), layers=layers), hc_sinkhorn_iters=3)

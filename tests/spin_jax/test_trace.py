@@ -36,28 +36,26 @@ def params():
 
 
 @pytest.fixture(scope="module")
-def recorded(params):
+def prompts():
+    return np.random.default_rng(0).integers(0, 16, (2, 100))
+
+
+@pytest.fixture(scope="module")
+def recorded(params, prompts):
     """A run of SPIN with drafts on two prompts, recorded."""
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, 16, n).tolist() for n in (90, 140)]
     selector = RecordingSelector(
         NEW, DRAFT + 1, CFG.index_n_heads, CFG.index_head_dim, SpinSelector(SPIN)
     )
     session = Session(
-        params, CFG, batch=2, max_len=164, chunk=32, draft_length=DRAFT, selector=selector
+        params, CFG, batch=2, max_len=100 + NEW, chunk=32, draft_length=DRAFT, selector=selector
     )
-    answers = session.turn(prompts, NEW, stop=[])
-    return (
-        session,
-        prompts,
-        answers,
-        trace_of(session.selector_state, session.cache, CFG.index_topk),
-    )
+    answers = session.turn(prompts, [NEW, NEW - 3], stop=[])
+    return session, answers, trace_of(session.selector_state, session.cache, CFG.index_topk)
 
 
 def test_a_replay_of_the_recorded_policy_is_the_run(recorded):
     """Queries, keys, acceptances: with all of them right, V and D come out the same."""
-    session, _, answers, trace = recorded
+    session, answers, trace = recorded
     assert trace.num_rows.sum(axis=1).tolist() == [len(a) - 1 for a in answers]
     assert len(np.unique(trace.num_rows)) > 2  # drafts stood and fell, requests ended
     states = replay(trace, SpinSelector(SPIN), jax.random.key(0))
@@ -68,56 +66,38 @@ def test_a_replay_of_the_recorded_policy_is_the_run(recorded):
     assert recorded_miss(states).rows > 20
 
 
-def test_an_all_keep_record_holds_the_models_own_queries(params):
-    """Of every row that stood, against one forward step over the whole text."""
-    rng = np.random.default_rng(1)
-    prompt = rng.integers(0, 16, 61).tolist()
-    selector = RecordingSelector(NEW, DRAFT + 1, CFG.index_n_heads, CFG.index_head_dim)
-    session = Session(
-        params, CFG, batch=1, max_len=88, chunk=32, draft_length=DRAFT, selector=selector
-    )
-    (answer,) = session.turn([prompt], NEW, stop=[])
-    trace = trace_of(session.selector_state, session.cache, CFG.index_topk)
-    tokens = jnp.asarray([prompt + answer], jnp.int32)
-    whole = forward(params, tokens, init_cache(CFG, 1, tokens.shape[1]), CFG, trace=True)
-    stood = np.arange(DRAFT + 1)[None] < np.asarray(trace.num_rows[0])[:, None]
-    assert stood.sum() == NEW - 1 and not stood.all()
-    for layer, traced in enumerate(whole.trace):
-        np.testing.assert_allclose(
-            trace.q[layer, 0][stood], traced.query.q[0, len(prompt) : -1], atol=1e-4
-        )
-        np.testing.assert_allclose(
-            trace.w[layer, 0][stood], traced.query.w[0, len(prompt) : -1], atol=1e-4
-        )
-        slots = int(trace.num_slots[0][stood].max())
-        np.testing.assert_allclose(
-            trace.keys[layer, 0, :slots],
-            whole.cache.layers[layer].index_keys.values[0, :slots],
-            atol=1e-4,
-        )
-    np.testing.assert_array_equal(
-        trace.num_slots[0][stood], (np.arange(len(prompt), tokens.shape[1] - 1) + 1) // 4
-    )
-
-
-def test_the_command_records_and_replays(params, tmp_path, capsys, monkeypatch):
+def test_the_command_records_and_replays(params, prompts, tmp_path, capsys, monkeypatch):
+    """What is recorded of the rows that stood is what one forward step over the text asks."""
     monkeypatch.setattr(trace_command.command, "load_model", lambda *_: (params, CFG))
-    np.save(tmp_path / "ids.npy", np.arange(100) * 7 % 16)
+    np.save(tmp_path / "ids.npy", prompts)
     out = str(tmp_path / "trace.npz")
-    options = ["--ids", str(tmp_path / "ids.npy"), "--max-new-tokens", "16", "--draft-length", "1"]
-    assert trace_command.main(["record", *options, "--out", out, "--json"]) == 0
+    options = ["--ids", str(tmp_path / "ids.npy"), "--max-new-tokens", str(NEW), "--chunk", "32"]
+    options += ["--draft-length", str(DRAFT), "--out", out, "--json"]
+    assert trace_command.main(["record", *options]) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert report["layers"] == 1 and 1 <= report["acceptance_length"] <= 2
+    assert report["layers"] == 1 and 1 < report["acceptance_length"] < DRAFT + 1
+    trace = trace_command.load_trace(out)
+    tokens = jnp.asarray(np.concatenate((prompts, report["tokens"]), axis=1), jnp.int32)
+    whole = forward(params, tokens, init_cache(CFG, 2, tokens.shape[1]), CFG, trace=True)
+    query, keys = whole.trace[0].query, whole.cache.layers[0].index_keys.values
+    for b in range(2):
+        stood = np.arange(DRAFT + 1)[None] < np.asarray(trace.num_rows[b])[:, None]
+        assert stood.sum() == NEW - 1 and not stood.all()
+        np.testing.assert_allclose(trace.q[0, b][stood], query.q[b, 100:-1], atol=1e-4)
+        np.testing.assert_allclose(trace.w[0, b][stood], query.w[b, 100:-1], atol=1e-4)
+        seen = trace.num_slots[b][stood]
+        np.testing.assert_array_equal(seen, (np.arange(100, 99 + NEW) + 1) // 4)
+        np.testing.assert_allclose(trace.keys[0, b, : seen.max()], keys[b, : seen.max()], atol=1e-4)
+
     options = ["--trace", out, "--sparsity", "0.6", "--block-size", "2", "--json"]
     assert trace_command.main(["replay", *options]) == 0
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     assert [(r["mask"], r["update"]) for r in rows] == list(POLICIES)
-    trace = trace_command.load_trace(out)
     config = SpinConfig(sparsity=0.6, block_size=2)
     states = replay(trace, SpinSelector(config), jax.random.key(0))
     saved = savings(states, config, CFG.index_head_dim, "float32")
     assert rows[0]["realized_sparsity"] == saved.realized_sparsity > 0.3
-    assert 0 <= rows[0]["miss_mean"] <= rows[0]["miss_p99"] <= 1
+    assert all(0 <= row["miss_mean"] <= row["miss_p99"] <= 1 for row in rows)
 
 
 def test_mistakes_are_named(recorded, tmp_path, capsys):
