@@ -260,7 +260,7 @@ class Session:
             draft=self.draft,
         )
         state = beside(self.params, state)
-        state = record(state, logits, self.sampling)
+        state = _first_token(state, logits, self.sampling)
         yielded = np.zeros(batch, np.int64)
         first = True
         try:
@@ -335,6 +335,9 @@ class Session:
         self.timing.compile_seconds += time.perf_counter() - begin
         return compiled
 
+
+# One program in place of a dozen operations compiled one by one.
+_first_token = jax.jit(record, static_argnames=("sampling",), donate_argnames=("state",))
 
 _PROGRAMS: dict[Any, Any] = {}
 _MOST_PROGRAMS = 64

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from random_params import random_params
 
 from models.cache import init_cache
 from models.config import ModelConfig
 from models.model import forward
-from models.params import init_params
 from models.presets import shrink, tiny_config
 from models.quant_sim import quantise_fp8, simulate_fp4
 from models.selector import ALL_KEEP
@@ -25,7 +25,7 @@ TOKENS = 230
 
 @pytest.fixture(scope="module")
 def params():
-    return init_params(CFG, jax.random.key(0))
+    return random_params(CFG, 0)
 
 
 def run(params, cfg, selector):

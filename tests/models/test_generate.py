@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from random_params import random_params
 
 from models import generate as generate_module
 from models.cache import init_cache
@@ -25,7 +26,7 @@ LENGTHS = (1, 6, 37, 150)
 
 @pytest.fixture(scope="module")
 def params():
-    return init_params(CFG, jax.random.key(0))
+    return random_params(CFG, 0)
 
 
 @pytest.fixture(scope="module")

@@ -5,10 +5,11 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from random_params import random_params
 
 from models import generate as generate_module
 from models.generate import Session
-from models.params import init_params, param_shardings
+from models.params import param_shardings
 from models.presets import shrink, tiny_config
 
 CFG = dataclasses.replace(
@@ -18,7 +19,7 @@ CFG = dataclasses.replace(
 
 @pytest.fixture(scope="module")
 def params():
-    return init_params(CFG, jax.random.key(0))
+    return random_params(CFG, 0)
 
 
 @pytest.fixture

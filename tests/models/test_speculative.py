@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from draft_cases import agreeable
+from random_params import random_params
 
 from models.acceptance import accept
 from models.cache import init_cache
 from models.decode import decode_steps, verify_step
 from models.generate import Session, compiled_program
 from models.model import forward
-from models.params import init_params
 from models.presets import shrink, tiny_config
 from models.sampling import GREEDY, Sampling, filtered_logits
 from models.selector import ALL_KEEP
@@ -33,7 +33,7 @@ LIMITS = [1 + 7 * i % NEW for i in range(BATCH)]  # ends at every place of a dra
 
 @pytest.fixture(scope="module")
 def params():
-    return agreeable(init_params(CFG, jax.random.key(3)), 1.5)
+    return agreeable(random_params(CFG, 3), 1.5)
 
 
 def session(params, draft_length, **options):
@@ -102,7 +102,7 @@ def test_a_stream_yields_the_same_tokens(params, plain):
 def test_other_shapes(layers):
     """The golden size with all its layers; and sliding windows alone, with no indexer."""
     cfg = dataclasses.replace(shrink(tiny_config(), layers=layers), hc_sinkhorn_iters=3)
-    params = agreeable(init_params(cfg, jax.random.key(0)), 1.5)
+    params = agreeable(random_params(cfg, 0), 1.5)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, cfg.vocab_size, n).tolist() for n in (70, 37)]
     one = Session(params, cfg, batch=2, max_len=144, chunk=70, draft_length=2)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from random_params import random_params
 
 from models.cache import init_cache
 from models.generate import Session
@@ -23,7 +24,7 @@ ROOM = {"batch": 4, "max_len": 224, "chunk": 32}
 
 @pytest.fixture(scope="module")
 def params():
-    return init_params(CFG, jax.random.key(0))
+    return random_params(CFG, 0)
 
 
 @pytest.fixture(scope="module")

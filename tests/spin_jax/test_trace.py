@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from draft_cases import agreeable
 from draft_policies import POLICIES
+from random_params import random_params
 
 from models.cache import init_cache
 from models.generate import Session
 from models.model import forward
-from models.params import init_params
 from models.presets import shrink, tiny_config
 from spin_jax import SpinConfig, SpinSelector, recorded_miss, savings
 from spin_jax.trace import RecordingSelector, replay, trace_of
@@ -32,7 +32,7 @@ NEW, DRAFT = 24, 2
 
 @pytest.fixture(scope="module")
 def params():
-    return agreeable(init_params(CFG, jax.random.key(1)), 1.5)
+    return agreeable(random_params(CFG, 1), 1.5)
 
 
 @pytest.fixture(scope="module")
