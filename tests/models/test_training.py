@@ -1,6 +1,7 @@
 """The training forward against the decode path's, its losses against numpy, and gradients."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -19,15 +20,15 @@ CFG = dataclasses.replace(
     tiny_config(),
     vocab_size=97,
     hidden_size=48,
-    num_hidden_layers=3,
-    compress_ratios=(SLIDING, CSA, HCA, SLIDING),
+    num_hidden_layers=2,
+    compress_ratios=(CSA, HCA, SLIDING),  # the sliding one is the MTP block
     head_dim=32,
     qk_rope_head_dim=16,
     q_lora_rank=24,
     o_lora_rank=16,
     index_head_dim=32,
     index_topk=6,
-    num_hash_layers=2,
+    num_hash_layers=1,
     n_routed_experts=4,
     num_experts_per_tok=2,
     moe_intermediate_size=24,
@@ -73,6 +74,19 @@ def shallow():
     return init_params(SHALLOW, jax.random.key(5))
 
 
+@pytest.fixture(scope="module")
+def indexed(model, shallow):
+    """The gradient of the shallow model's index loss, and its forward's results."""
+
+    @jax.jit
+    @partial(jax.grad, has_aux=True)
+    def gradient(params):
+        out = forward_sequences(params, model[1][:1, :64], SHALLOW)
+        return jnp.sum(out.index_loss), out
+
+    return gradient(shallow)
+
+
 def shallow_forward(params, tokens, cfg=SHALLOW, **options):
     return jax.jit(lambda p, t: forward_sequences(p, t, cfg, **options))(params, tokens)
 
@@ -91,9 +105,9 @@ def test_logits_are_those_of_the_decode_path(model, trained):
     np.testing.assert_allclose(trained[0].mtp_logits[:, :-1], mtp.logits, atol=1e-5, rtol=0)
 
 
-def test_dense_differs_and_sparse_with_room_for_all_is_dense(model, shallow):
+def test_dense_differs_and_sparse_with_room_for_all_is_dense(model, shallow, indexed):
     tokens = model[1][:1, :64]
-    sparse, dense = (shallow_forward(shallow, tokens, sparse=s) for s in (True, False))
+    sparse, dense = indexed[1], shallow_forward(shallow, tokens, sparse=False)
     assert np.abs(dense.logits - sparse.logits).max() > 1e-4
     roomy = dataclasses.replace(SHALLOW, index_topk=64)
     wide = shallow_forward(shallow, tokens, roomy, sparse=True)
@@ -101,13 +115,8 @@ def test_dense_differs_and_sparse_with_room_for_all_is_dense(model, shallow):
     np.testing.assert_allclose(wide.index_mass[:, :, 3:], 1.0, atol=1e-5)
 
 
-def test_index_loss_moves_the_indexer_alone(model, shallow):
-    @jax.jit
-    @jax.grad
-    def gradient(params):
-        return jnp.sum(forward_sequences(params, model[1][:1, :64], SHALLOW).index_loss)
-
-    for path, grad in jax.tree_util.tree_flatten_with_path(gradient(shallow))[0]:
+def test_index_loss_moves_the_indexer_alone(indexed):
+    for path, grad in jax.tree_util.tree_flatten_with_path(indexed[0])[0]:
         indexer = "indexer" in jax.tree_util.keystr(path)
         assert bool(jnp.any(grad != 0)) == indexer, jax.tree_util.keystr(path)
         assert bool(jnp.all(jnp.isfinite(grad)))
@@ -134,10 +143,9 @@ def test_loss_is_the_weighted_mean_of_both_predictions(model, trained, weights):
         np.testing.assert_allclose(jnp.sum(load), 1.0, rtol=1e-5)
 
 
-def test_remat_changes_nothing(model, shallow):
-    tokens = model[1][:1, :32]
-    plain, kept = (shallow_forward(shallow, tokens, remat=r).logits for r in (False, True))
-    np.testing.assert_allclose(plain, kept, atol=1e-6, rtol=0)
+def test_remat_changes_nothing(model, shallow, indexed):
+    kept = shallow_forward(shallow, model[1][:1, :64], remat=True)
+    np.testing.assert_allclose(indexed[1].logits, kept.logits, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("k", [1, 3, 40])

@@ -1,5 +1,6 @@
 """The pocket model's configurations and training command, on a toy."""
 
+import dataclasses
 import json
 
 import jax
@@ -13,10 +14,15 @@ from pocket_training import Recipe, Stage, flops_per_token, parse_stages, whole_
 
 from models.checkpoint import load_checkpoint, load_release
 from models.checkpoint.export import export_release
-from models.config import ModelConfig
+from models.config import CSA, SLIDING, ModelConfig
 from models.params import count_params, is_spec, param_specs
 from models.pocket import init_for_training, pocket_config, toy_config
 
+# A hash-routed CSA layer and the score-routed, sliding MTP block: every block is another ten
+# seconds of compilation, and at 128 tokens an HCA layer would have a single slot.
+CFG = dataclasses.replace(
+    toy_config(), num_hidden_layers=1, compress_ratios=(CSA, SLIDING), num_hash_layers=1
+)
 STEPS = 12
 STAGES = (Stage(128, 4, 8, False), Stage(128, 4, STEPS - 8, True))
 RECIPE = Recipe(STAGES, lr=3e-3, compute="float32")
@@ -24,7 +30,7 @@ RECIPE = Recipe(STAGES, lr=3e-3, compute="float32")
 
 def start(folder):
     folder.mkdir(exist_ok=True)
-    return train_pocket.Run(toy_config(), RECIPE, 1, MIXED, folder)
+    return train_pocket.Run(CFG, RECIPE, 1, MIXED, folder)
 
 
 @pytest.fixture(scope="module")
@@ -63,13 +69,13 @@ def test_a_resumed_run_ends_bit_for_bit_like_an_uninterrupted_one(whole, tmp_pat
 
 def test_another_recipe_does_not_go_on_with_a_run(whole):
     with pytest.raises(ValueError, match="holds a run with other options"):
-        train_pocket.Run(toy_config(), RECIPE, 2, MIXED, whole.out)
+        train_pocket.Run(CFG, RECIPE, 2, MIXED, whole.out)
 
 
 def test_the_model_is_a_release_that_converts(whole, tmp_path):
     model = whole.out / "model"
     params, cfg = load_release(model, "float32")
-    assert cfg == toy_config()
+    assert cfg == CFG
     trained = whole_params(whole.state)
     leaves, _ = jax.tree.flatten(param_specs(cfg), is_leaf=is_spec)
     for spec, got, master in zip(
@@ -79,19 +85,19 @@ def test_the_model_is_a_release_that_converts(whole, tmp_path):
         np.testing.assert_allclose(got, master, rtol=0 if exact else 2**-8, atol=1e-30)
     # An independent reader finds the release's names.
     names = set(safetensors.numpy.load_file(model / "model.safetensors"))
-    assert {"layers.1.attn.indexer.wq_b.weight", "mtp.0.ffn.experts.3.w2.weight"} <= names
+    assert {"layers.0.attn.indexer.wq_b.weight", "mtp.0.ffn.experts.3.w2.weight"} <= names
     assert convert_main(["--hf", str(model), "--out", str(tmp_path / "converted")]) == 0
     converted, _ = load_checkpoint(tmp_path / "converted")
     np.testing.assert_array_equal(converted["embed"].astype(np.float32), params["embed"])
 
 
 def test_routing_biases_move_towards_balance_and_tables_stay(whole):
-    fresh = init_for_training(toy_config(), 1)
+    fresh = init_for_training(CFG, 1)
     trained = whole_params(whole.state)
     np.testing.assert_array_equal(
         trained["layers"][0]["ffn"]["tid2eid"], fresh["layers"][0]["ffn"]["tid2eid"]
     )
-    bias = np.asarray(trained["layers"][1]["ffn"]["bias"])
+    bias = np.asarray(trained["mtp"][0]["ffn"]["bias"])
     np.testing.assert_allclose(bias, np.round(bias / 1e-3) * 1e-3, atol=1e-6)
     assert 0 < np.abs(bias).max() <= STEPS * 1e-3 + 1e-6
 
@@ -108,7 +114,7 @@ def test_the_pocket_fits_ten_megabytes_and_round_trips():
 
 def test_exports_do_not_overwrite(whole):
     with pytest.raises(ValueError, match="model"):
-        export_release(whole_params(whole.state), toy_config(), whole.out / "model")
+        export_release(whole_params(whole.state), CFG, whole.out / "model")
 
 
 def test_options_are_checked(tmp_path, capsys):
