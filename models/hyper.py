@@ -55,7 +55,10 @@ def sinkhorn(
     A softmax over rows, plus eps, and one column normalisation, then ``iterations - 1`` rounds of
     row and column normalisation, each dividing by (sum + eps).
     """
-    matrix = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
+    # Shifts cancel, so the maximum needs no gradient; its own divides by the number of equal
+    # entries, which is 0 where XLA computes the logits twice and the copies differ in rounding.
+    top = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+    matrix = jnp.exp(logits - top)
     matrix = matrix / jnp.sum(matrix, axis=-1, keepdims=True) + eps
     matrix = matrix / (jnp.sum(matrix, axis=-2, keepdims=True) + eps)
 

@@ -50,8 +50,14 @@ def forward_sequences(
         remat: recompute blocks in the backward pass: a third more time, a fraction of the memory.
 
     Raises:
-        ValueError: T is no multiple of the window and of 4.
+        ValueError: T is no multiple of the window and of 4, or quantised values, which have no
+            gradient, are asked for.
     """
+    if cfg.quant_sim or cfg.fp8_index_keys:
+        raise ValueError(
+            f"quant_sim is {cfg.quant_sim} and fp8_index_keys {cfg.fp8_index_keys}; rounded values "
+            "have no gradient: train without, and set them for decoding"
+        )
     plan = plan_sequences(tokens.shape[1], cfg, cfg.layer_ratios)
     run = jax.checkpoint(_block, static_argnums=(4, 5, 6)) if remat else _block
     streams = jnp.broadcast_to(

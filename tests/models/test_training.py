@@ -10,8 +10,10 @@ import pytest
 
 from models.cache import init_cache
 from models.config import CSA, HCA, SLIDING
+from models.hyper import mixing
 from models.model import forward, mtp_forward
 from models.params import init_params
+from models.pocket import init_for_training, toy_config
 from models.presets import tiny_config
 from models.training import forward_sequences, sequence_loss
 from models.training.selection import top_mask
@@ -148,6 +150,17 @@ def test_remat_changes_nothing(model, shallow, indexed):
     np.testing.assert_allclose(indexed[1].logits, kept.logits, atol=1e-6, rtol=0)
 
 
+def test_mixing_has_finite_gradients():
+    # XLA may compute the mixing logits twice, rounded differently: no entry then equals the
+    # maximum, and a gradient that divides by the number of those that do is NaN.
+    cfg = toy_config()
+    p = init_for_training(cfg, 1)["layers"][0]["hc_attn"]
+    streams = jax.random.normal(jax.random.key(0), (4, 64, cfg.hc_mult, cfg.hidden_size))
+    gradient = jax.jit(jax.grad(lambda p: jnp.sum(jnp.square(mixing(p, streams, cfg).comb))))(p)
+    for leaf in jax.tree.leaves(gradient):
+        assert bool(jnp.all(jnp.isfinite(leaf)))
+
+
 @pytest.mark.parametrize("k", [1, 3, 40])
 def test_top_mask_is_a_stable_sort(k):
     rng = np.random.default_rng(k)
@@ -166,3 +179,8 @@ def test_lengths_that_do_not_fit_are_refused(model):
     params, tokens = model
     with pytest.raises(ValueError, match="33 tokens.*multiple of the window 16"):
         forward_sequences(params, tokens[:, :33], CFG)
+
+
+def test_quantised_training_is_refused():
+    with pytest.raises(ValueError, match="rounded values have no gradient"):
+        forward_sequences({}, jnp.zeros((1, 32), jnp.int32), CFG.with_quant_sim())

@@ -42,6 +42,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_the_command_reports_every_mode(folder, capsys):
     arguments = ["--checkpoint", str(folder), "--lengths", "128", "--per-task", "1"]
     arguments += ["--repeats", "1", "--sparsities", "0.5", "--exploration", "0", "--json"]

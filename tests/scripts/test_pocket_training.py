@@ -23,6 +23,9 @@ from models.pocket import init_for_training, pocket_config, toy_config
 CFG = dataclasses.replace(
     toy_config(), num_hidden_layers=1, compress_ratios=(CSA, SLIDING), num_hash_layers=1
 )
+# A minute of compiling; CI runs it.
+pytestmark = pytest.mark.slow
+
 STEPS = 12
 STAGES = (Stage(128, 4, 8, False), Stage(128, 4, STEPS - 8, True))
 RECIPE = Recipe(STAGES, lr=3e-3, compute="float32")
