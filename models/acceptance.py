@@ -26,15 +26,16 @@ def accept(
 
     ``R = d + 1``: row r predicts the place of draft r, the last row the one after the draft.
     ``draft_logits`` are those the drafts were drawn from, filtered. The tokens up to and including
-    the one that follows the accepted drafts are distributed as the target's own samples. With no
-    draft accepted or proposed, row 0 draws with its key what plain decoding draws.
+    the one that follows the accepted drafts are distributed as the target's own samples; greedy
+    ones are the same tokens.
     """
-    own = jax.vmap(functools.partial(sample, sampling=sampling))(logits, keys)
     if draft_logits is None:
+        own = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         return own[:, :-1] == drafts, own
+    last = sample(logits[:, -1], keys[:, -1], sampling)
     row = jax.vmap(jax.vmap(functools.partial(accept_row, sampling=sampling)))
     accepted, instead = row(logits[:, :-1], drafts, draft_logits, keys[:, :-1])
-    return accepted, jnp.concatenate((instead, own[:, -1:]), axis=1)
+    return accepted, jnp.concatenate((instead, last[:, None]), axis=1)
 
 
 def accept_row(
@@ -46,12 +47,16 @@ def accept_row(
 ) -> tuple[Bool[Array, ""], Int32[Array, ""]]:
     """Accept draft x with probability ``min(1, p(x) / q(x))``; else draw from ``max(p - q, 0)``.
 
-    p is the target's distribution in this row, q the one x was drawn from.
+    p is the target's distribution in this row, q the one x was drawn from. A q that is no
+    distribution (NaN) accepts nothing and leaves p as it is, as does a p that equals q to the last
+    digit once its draft is rejected.
     """
-    p = jax.nn.softmax(filtered_logits(logits[None], sampling)[0])
-    q = jax.nn.softmax(draft_logits)
+    logits = filtered_logits(logits[None], sampling)[0]
+    p, q = jax.nn.softmax(logits), jax.nn.softmax(draft_logits)
     accepted = jax.random.uniform(jax.random.fold_in(key, ACCEPTING)) * q[draft] < p[draft]
-    instead = jax.random.categorical(key, jnp.log(jnp.maximum(p - q, 0)))
+    left = jnp.maximum(p - q, 0)
+    residual = jnp.where(jnp.sum(left) > 0, jnp.log(left), logits)
+    instead = jax.random.categorical(key, residual)
     return accepted, instead.astype(jnp.int32)
 
 

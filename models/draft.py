@@ -30,7 +30,7 @@ class DraftState(struct.PyTreeNode):
     steps: Int32[Array, "B"]
     """Drafts verified."""
     proposed: Int32[Array, "B"]
-    """Draft tokens that could have been accepted: no more than a request had left to generate."""
+    """Draft tokens that were verified: no more than a request had left to generate."""
     accepted: Int32[Array, "B"]
     committed: Int32[Array, "B"]
     """Tokens that came of it, the target's own included."""

@@ -104,6 +104,7 @@ class Session:
         params: parameters, see ``models.params``.
         max_len: tokens a request may hold over all turns, prompts and answers together.
         key: a PRNG key; each request derives its own from it and from its first prompt.
+        dtype: of the cache; by default that of the activations.
         chunk: prompts are prefilled in chunks of this many tokens.
         draft_length: tokens that the MTP block drafts a step, to be verified by the trunk in one
             forward step; 0 decodes plainly. Greedy all-keep answers are the same either way.
@@ -122,7 +123,7 @@ class Session:
         selector: Selector = ALL_KEEP,
         sampling: Sampling = GREEDY,
         key: jax.Array | None = None,
-        dtype: Any = jnp.float32,
+        dtype: Any = None,
         chunk: int = PREFILL_CHUNK,
         draft_length: int = 0,
     ) -> None:
@@ -136,6 +137,7 @@ class Session:
         self.chunk = chunk
         self.key = jax.random.key(0) if key is None else key
         self.draft_length = draft_length
+        dtype = self.params["embed"].dtype if dtype is None else dtype
         # Also plain sessions leave room for a draft, so that both have the same shapes.
         options = {"dtype": dtype, "max_draft": max(draft_length, MAX_DRAFT)}
         cache = init_cache(cfg, batch, max_len, **options)
@@ -187,7 +189,8 @@ class Session:
             max_new_tokens: of all requests, or one number each.
             stop: tokens that end a request, for all or one list each; by default the config's
                 EOS. The stopping token is part of the answer. An empty list never stops.
-            every: yield after this many tokens; by default once, at the end.
+            every: yield after about this many tokens (whole verifications of drafts, and what they
+                accept); by default once, at the end.
 
         Raises:
             ValueError: an empty prompt, a token outside the vocabulary, or more tokens than
@@ -195,7 +198,8 @@ class Session:
         """
         if self._interrupted:
             raise ValueError(
-                "this session was interrupted within a step and its state is lost; make a new one"
+                "this session's stream is still open, or it was interrupted within a step: close "
+                "the stream first; after an interruption make a new session"
             )
         batch = len(self.lengths)
         if len(prompts) != batch:
@@ -268,6 +272,7 @@ class Session:
                 count, done = np.asarray(state.count), bool(np.asarray(state.done).all())
                 if done or every is not None:
                     tokens = np.asarray(state.tokens)
+                    self.selector_state, self.draft = state.selector_state, state.draft
                     yield [tokens[b, yielded[b] : count[b]].tolist() for b in range(batch)]
                     yielded = count.astype(np.int64)
                 if done:

@@ -12,7 +12,7 @@ import command
 import jax
 import numpy as np
 
-from models.generate import PREFILL_CHUNK, Session, check_ids
+from models.generate import PREFILL_CHUNK, DraftCounts, Session, check_ids
 from models.sampling import Sampling
 from models.text import Tokenizer, load_tokenizer
 
@@ -101,9 +101,11 @@ def _generate(args: argparse.Namespace) -> None:
     )
     reports = []
     for prompts in turns:
+        before = session.draft_counts
         answers = _answer(session, prompts, tokenizer, args)
         report: dict[str, Any] = {"tokens": answers}
         report["text"] = [tokenizer.decode(a) for a in answers]
+        report |= _draft_report(session, before)
         report |= command.spin_report(selector, session.selector_state, cfg, params["embed"].dtype)
         reports.append(report)
     timing = session.timing
@@ -136,12 +138,20 @@ def _generate(args: argparse.Namespace) -> None:
             "decode_seconds": timing.decode_seconds,
             "compile_seconds": timing.compile_seconds,
         }
-        if drafted is not None:
-            report |= {
-                "acceptance_length": drafted.acceptance_length,
-                "draft_acceptance_rate": drafted.acceptance_rate,
-            }
         print(json.dumps(report))
+
+
+def _draft_report(session: Session, before: DraftCounts | None) -> dict[str, Any]:
+    """Of the last turn's drafts, as fields of the JSON; empty without drafts."""
+    after = session.draft_counts
+    if after is None or before is None:
+        return {}
+    turn = DraftCounts(*(y - x for x, y in zip(before, after, strict=True)))
+    return {
+        "draft_length": session.draft_length,
+        "acceptance_length": turn.acceptance_length,
+        "draft_acceptance_rate": turn.acceptance_rate,
+    }
 
 
 def _answer(

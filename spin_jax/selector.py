@@ -188,9 +188,12 @@ class SpinSelector:
         """Remember the scores of the first ``num_rows`` rows; requests with none do not change."""
         seen, cfg = observation, self.config
         stands = num_rows > 0
+        # A step in which no row that stands sees a slot is no step of SPIN's.
+        last = jnp.maximum(num_rows - 1, 0)[:, None]
+        spent = stands & (jnp.take_along_axis(seen.num_slots, last, axis=1)[:, 0] > 0)
         spin = state.spin.replace(
-            key=jnp.where(stands, seen.after.key, state.spin.key),
-            first=jnp.where(stands, seen.after.first, state.spin.first),
+            key=jnp.where(spent, seen.after.key, state.spin.key),
+            first=jnp.where(spent, seen.after.first, state.spin.first),
         )
         if seen.num_slots.shape[1] == 1:
             slots = jnp.where(stands, seen.num_slots[:, 0], 0)
@@ -262,7 +265,7 @@ class Savings(NamedTuple):
 
     @property
     def identical_masks(self) -> float | None:
-        """The share of the latter; None where no draft was verified."""
+        """``identical / verified``; None where no draft was verified."""
         return self.identical / self.verified if self.verified else None
 
     @property

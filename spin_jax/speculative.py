@@ -46,7 +46,8 @@ def select_rows(
     not forced. On a first step all rows run unpruned in both modes.
 
     ``capacity`` and the result are as in ``select_blocks``; a union that does not fit keeps the
-    forced blocks, then those of earlier rows. ``steady_capacity(..., rows=R)`` always fits.
+    forced blocks, then those of earlier rows. ``steady_capacity(..., rows=R)`` fits
+    every step but a first one.
 
     Raises:
         ValueError: an unknown mode, arguments of the wrong shape, or, outside jit, a truncated
@@ -115,7 +116,9 @@ def observe_rows(
 ) -> SpinState:
     """``observe`` of rows 0 to a in order, each with its own N, q and blocks; of no other row.
 
-    ``num_accepted`` a is how many drafts were accepted, 0 to R - 1; -1 where no row stands.
+    ``num_accepted`` a is how many drafts were accepted, 0 to R - 1; -1 where no row stands. The key
+    and the first step that ``select_rows`` spent stay spent: where no row that stands sees a slot,
+    take them from the state before it, as the selector does.
     ``mode="row0"`` replays row 0 alone. Ages advance with every row that is replayed. [choice]
 
     Raises:

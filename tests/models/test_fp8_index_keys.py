@@ -29,7 +29,7 @@ def params():
 
 
 def run(params, cfg, selector):
-    """Prefill, then one pruned step: what both select, and the cache."""
+    """All-keep prefill, then one pruned step: what both select, and the cache."""
     tokens = jax.random.randint(jax.random.key(1), (2, TOKENS), 0, cfg.vocab_size)
 
     @jax.jit
@@ -52,7 +52,11 @@ def run(params, cfg, selector):
 
 
 @pytest.mark.parametrize(
-    "selector", [ALL_KEEP, SpinSelector(SpinConfig(block_size=4), unpruned=True)]
+    "selector",
+    [
+        SpinSelector(SpinConfig(block_size=4), unpruned=True),
+        pytest.param(ALL_KEEP, marks=pytest.mark.slow),
+    ],
 )
 def test_on_the_fp4_grid_fp8_selects_the_same_slots(params, selector):
     simulated = CFG.with_quant_sim()

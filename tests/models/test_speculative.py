@@ -98,7 +98,8 @@ def test_a_stream_yields_the_same_tokens(params, plain):
     assert [sum(parts, []) for parts in zip(*parts, strict=True)] == answers[0]
 
 
-@pytest.mark.parametrize("layers", [7, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [2, 7])
 def test_other_shapes(layers):
     """The golden size with all its layers; and sliding windows alone, with no indexer."""
     cfg = dataclasses.replace(shrink(tiny_config(), layers=layers), hc_sinkhorn_iters=3)

@@ -52,6 +52,7 @@ def test_flash_gpu_case_at_tiny_size(tmp_path, capsys):
     assert rows["SPIN 0.5"]["realized_sparsity"] == pytest.approx(1 - (9 + 9 * 5) / 90, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_spin_cpu_case_at_small_size(capsys):
     """Also one request's loops: they talk to no host and copy nothing that grows."""
     result = run(
