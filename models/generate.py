@@ -198,8 +198,8 @@ class Session:
         """
         if self._interrupted:
             raise ValueError(
-                "this session's stream is still open, or it was interrupted within a step: close "
-                "the stream first; after an interruption make a new session"
+                "this session's stream is still open: close it; or it was interrupted within a "
+                "step and its state is lost: make a new one"
             )
         batch = len(self.lengths)
         if len(prompts) != batch:
