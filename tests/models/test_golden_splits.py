@@ -128,6 +128,7 @@ def test_token_by_token(case):
     assert (first.at == first.total).all()
 
 
+@pytest.mark.slow
 def test_chunks_of_up_to_eight(case):
     runs = Runs(case)
     sizes = np.array([7, 3, 4, 5, 6, 7, 8, 7, 3, 8, 5, 4, 7, 6, 5, 8])

@@ -107,6 +107,7 @@ def test_logits_are_those_of_the_decode_path(model, trained):
     np.testing.assert_allclose(trained[0].mtp_logits[:, :-1], mtp.logits, atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_dense_differs_and_sparse_with_room_for_all_is_dense(model, shallow, indexed):
     tokens = model[1][:1, :64]
     sparse, dense = indexed[1], shallow_forward(shallow, tokens, sparse=False)
@@ -145,6 +146,7 @@ def test_loss_is_the_weighted_mean_of_both_predictions(model, trained, weights):
         np.testing.assert_allclose(jnp.sum(load), 1.0, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_remat_changes_nothing(model, shallow, indexed):
     kept = shallow_forward(shallow, model[1][:1, :64], remat=True)
     np.testing.assert_allclose(indexed[1].logits, kept.logits, atol=1e-6, rtol=0)

@@ -28,6 +28,7 @@ def run(capsys, *argv):
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_flash_gpu_case_at_tiny_size(tmp_path, capsys):
     """The whole case on a CPU; the compiled loops talk to no host and copy no cache."""
     out = tmp_path / "new" / "decode.json"

@@ -71,6 +71,7 @@ def test_acceptance_counts_the_tokens_of_a_verification(folder):
     assert found["acceptance_rate"] < 0.9
 
 
+@pytest.mark.slow
 def test_modes_in_one_batch_answer_like_sessions_of_their_own(folder):
     params, cfg = load_release(folder, "float32")
     samples = [make_sample("x", task, 128) for task in TASKS]

@@ -70,6 +70,7 @@ def test_any_split_gives_the_same_scores(folder, whole, split):
         np.testing.assert_allclose(arrays[name], whole[name], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_spin_scores_differ_and_say_what_they_saved(folder, whole, capsys):
     spin = ["--prefill", "40", "--sparsity", "0.6", "--block-size", "1", "--policy", "none"]
     code, arrays = run_score(folder, "spin.npz", *spin)

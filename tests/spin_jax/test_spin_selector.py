@@ -100,6 +100,7 @@ def test_a_turn_starts_spin_anew_and_keeps_the_cache(params, prompts, pruned):
     assert saved.blocks_visible == len(CFG.csa_layers) * sum(-(-n // 4) for n in slots)
 
 
+@pytest.mark.slow
 def test_a_request_that_joins_later_decodes_the_same(params, prompts, pruned):
     """Rows are prefilled and stepped by ``forward`` while others wait with no new tokens."""
     selector = SpinSelector(SPIN, unpruned=True)

@@ -66,6 +66,7 @@ def test_a_replay_of_the_recorded_policy_is_the_run(recorded):
     assert recorded_miss(states).rows > 20
 
 
+@pytest.mark.slow
 def test_the_command_records_and_replays(params, prompts, tmp_path, capsys, monkeypatch):
     """What is recorded of the rows that stood is what one forward step over the text asks."""
     monkeypatch.setattr(trace_command.command, "load_model", lambda *_: (params, CFG))
