@@ -146,6 +146,7 @@ def test_spin_reports_what_it_saved(folder, capsys):
     assert report["indexer_bytes_read"] == report["blocks_scored"] * 4 * 64 * 4
 
 
+@pytest.mark.slow
 def test_drafts_report_what_was_accepted(folder, capsys):
     base = ["--ids", str(folder / "long.npy"), *SAME, "--sparsity", "0.4", "--block-size", "4"]
     report = run_generate(folder, capsys, *base, "--draft-length", "2")
