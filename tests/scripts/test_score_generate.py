@@ -148,7 +148,8 @@ def test_spin_reports_what_it_saved(folder, capsys):
 
 @pytest.mark.slow
 def test_drafts_report_what_was_accepted(folder, capsys):
-    base = ["--ids", str(folder / "long.npy"), *SAME, "--sparsity", "0.4", "--block-size", "4"]
+    np.save(folder / "drafts.npy", np.arange(150) * 11 % 512)
+    base = ["--ids", str(folder / "drafts.npy"), *SAME, "--sparsity", "0.4", "--block-size", "4"]
     report = run_generate(folder, capsys, *base, "--draft-length", "2")
     assert len(report["tokens"][0]) == 20
     assert 1 <= report["acceptance_length"] <= 3
