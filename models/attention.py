@@ -29,7 +29,7 @@ from models.layers import (
     F32,
     Rotation,
     apply_rope,
-    full_precision,
+    einsum,
     hadamard_rotate,
     linear,
     mean_square_scale,
@@ -114,13 +114,8 @@ def attention(
 ) -> Attended:
     """Attention of one layer over window and compressed slots, and its cache extended."""
     token_rotation = plan.rotations[bool(ratio), cfg.head_dim]
-    rotation = _per_head(token_rotation)
-
-    qr = rms_norm(linear(x, p["wq_a"]), p["q_norm"], cfg.rms_norm_eps)
-    q = linear(qr, p["wq_b"], F32).reshape(*x.shape[:2], -1, cfg.head_dim)
-    q = apply_rope(q * mean_square_scale(q, cfg.rms_norm_eps), rotation).astype(x.dtype)
-    kv = rms_norm(linear(x, p["wkv"]), p["kv_norm"], cfg.rms_norm_eps)
-    kv = _kv_grid(apply_rope(kv, token_rotation), cfg)
+    qr, q, kv = project_in(p, x, token_rotation, cfg)
+    kv = _kv_grid(kv, cfg)
     window, history = extend_ring(cache.window, kv, plan.window)
     cache = cache.replace(window=window)
     groups = [_Group(history, plan.in_window)]
@@ -145,7 +140,8 @@ def attention(
                 lambda slots, rows: _write_slots(slots, slot_plan, rows), cache.index_keys, new
             )
             cache = cache.replace(index_keys=keys)
-            query = _index_query(p["indexer"], x, qr, plan, cfg)
+            index_rotation = plan.rotations[True, cfg.index_head_dim]
+            query = index_query(p["indexer"], x, qr, index_rotation, cfg)
             slots, observation = selector.select(
                 query, keys, num_slots, selector_state, top_k=cfg.index_topk
             )
@@ -156,13 +152,30 @@ def attention(
             groups.append(_Group(compressed, visible))
 
     o = _attend(q, groups, p["attn_sink"])
-    o = apply_rope(o, rotation, inverse=True).astype(x.dtype)
-    # Group j projects its own heads with its own rows of wo_a.
-    o = o.reshape(*x.shape[:2], cfg.o_groups, -1)
-    wo_a = p["wo_a"].reshape(cfg.o_groups, cfg.o_lora_rank, -1)
-    o = _einsum("btgc,goc->btgo", o, wo_a).astype(x.dtype)
-    out = linear(o.reshape(*x.shape[:2], -1), p["wo_b"])
+    out = project_out(p, o, token_rotation, cfg, x.dtype)
     return Attended(out, cache, observation, slots, query)
+
+
+def project_in(
+    p: Any, x: Float[Array, "B T D"], rotation: Rotation, cfg: ModelConfig
+) -> tuple[Float[Array, "B T q"], Float[Array, "B T H d"], Float[Array, "B T d"]]:
+    """The compressed query, the heads' queries and the vector that is key and value."""
+    qr = rms_norm(linear(x, p["wq_a"]), p["q_norm"], cfg.rms_norm_eps)
+    q = linear(qr, p["wq_b"], F32).reshape(*x.shape[:2], -1, cfg.head_dim)
+    q = apply_rope(q * mean_square_scale(q, cfg.rms_norm_eps), _per_head(rotation)).astype(x.dtype)
+    kv = rms_norm(linear(x, p["wkv"]), p["kv_norm"], cfg.rms_norm_eps)
+    return qr, q, apply_rope(kv, rotation)
+
+
+def project_out(
+    p: Any, o: Float[Array, "B T H d"], rotation: Rotation, cfg: ModelConfig, dtype: Any
+) -> Float[Array, "B T D"]:
+    """The inverse rotation; group j projects its own heads with its own rows of wo_a; then wo_b."""
+    o = apply_rope(o, _per_head(rotation), inverse=True).astype(dtype)
+    o = o.reshape(*o.shape[:2], cfg.o_groups, -1)
+    wo_a = p["wo_a"].reshape(cfg.o_groups, cfg.o_lora_rank, -1)
+    o = einsum("btgc,goc->btgo", o, wo_a).astype(dtype)
+    return linear(o.reshape(*o.shape[:2], -1), p["wo_b"])
 
 
 def _per_head(rotation: Rotation) -> Rotation:
@@ -170,17 +183,17 @@ def _per_head(rotation: Rotation) -> Rotation:
     return own[:, :, None], partner[:, :, None]
 
 
-def _index_query(
+def index_query(
     p: Any,
     x: Float[Array, "B T D"],
     qr: Float[Array, "B T q"],
-    plan: StepPlan,
+    rotation: Rotation,
     cfg: ModelConfig,
 ) -> IndexQuery:
     """The lightning indexer's queries and head weights at the step's tokens."""
     width, heads = cfg.index_head_dim, cfg.index_n_heads
     q = linear(qr, p["wq_b"], F32).reshape(*x.shape[:2], heads, width)
-    q = apply_rope(q, _per_head(plan.rotations[True, width])).astype(x.dtype)
+    q = apply_rope(q, _per_head(rotation)).astype(x.dtype)
     w = linear(x, p["weights_proj"], F32) * (width**-0.5 * heads**-0.5)
     q = _index_grid(hadamard_rotate(q), cfg)
     if cfg.fp8_index_keys:
@@ -229,7 +242,7 @@ def _attend(
     scale = q.shape[-1] ** -0.5
     scores = []
     for group in groups:
-        s = _einsum(f"{group.axes},bthd->bmth", group.rows, q) * scale
+        s = einsum(f"{group.axes},bthd->bmth", group.rows, q) * scale
         mask = jnp.moveaxis(group.mask, 2, 1)[..., None]
         scores.append(jnp.where(mask, s, -jnp.inf))
     sink = sink[None, None, None, :]
@@ -240,10 +253,5 @@ def _attend(
     for group, s in zip(groups, scores, strict=True):
         e = jnp.exp(s - top)
         total = total + jnp.sum(e, axis=1, keepdims=True)
-        out = out + _einsum(f"bmth,{group.axes}->bthd", e.astype(group.rows.dtype), group.rows)
+        out = out + einsum(f"bmth,{group.axes}->bthd", e.astype(group.rows.dtype), group.rows)
     return out / jnp.moveaxis(total, 1, 3)
-
-
-def _einsum(formula: str, a: Array, b: Array) -> Array:
-    precision = full_precision(b)
-    return jnp.einsum(formula, a, b, precision=precision, preferred_element_type=F32)

@@ -7,7 +7,7 @@ for the next token. Source: the spec's "MTP"; the paper, 3.2.2.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,27 @@ class DraftState(struct.PyTreeNode):
     accepted: Int32[Array, "B"]
     committed: Int32[Array, "B"]
     """Tokens that came of it, the target's own included."""
+
+
+class DraftCounts(NamedTuple):
+    """Drafts of all requests over all turns of a session."""
+
+    steps: int
+    """Verifications, a request each."""
+    proposed: int
+    accepted: int
+    committed: int
+    """Tokens that verifications gave, the target's own included."""
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens a verification, 1 to d + 1; 0 where there was none."""
+        return self.committed / self.steps if self.steps else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted over proposed draft tokens; 0 where there were none."""
+        return self.accepted / self.proposed if self.proposed else 0.0
 
 
 def init_draft(

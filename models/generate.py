@@ -6,7 +6,7 @@ import dataclasses
 import time
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ import numpy as np
 from models.cache import Cache, init_cache
 from models.config import ModelConfig
 from models.decode import DecodeState, decode_steps, prefill_chunk, record
-from models.draft import DraftState, init_draft
+from models.draft import DraftCounts, DraftState, init_draft
 from models.params import beside
 from models.sampling import GREEDY, Sampling
 from models.selector import ALL_KEEP, Selector
@@ -72,27 +72,6 @@ class Timing:
     def tokens_per_second(self) -> float:
         """Decoded tokens of all requests over the time of the decode loop."""
         return self.decode_tokens / self.decode_seconds if self.decode_seconds else 0.0
-
-
-class DraftCounts(NamedTuple):
-    """Drafts of all requests over all turns of a session."""
-
-    steps: int
-    """Verifications, a request each."""
-    proposed: int
-    accepted: int
-    committed: int
-    """Tokens that verifications gave, the target's own included."""
-
-    @property
-    def acceptance_length(self) -> float:
-        """Tokens a verification, 1 to d + 1; 0 where there was none."""
-        return self.committed / self.steps if self.steps else 0.0
-
-    @property
-    def acceptance_rate(self) -> float:
-        """Accepted over proposed draft tokens; 0 where there were none."""
-        return self.accepted / self.proposed if self.proposed else 0.0
 
 
 class Session:

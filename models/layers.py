@@ -33,6 +33,11 @@ def full_precision(x: Array) -> jax.lax.Precision | None:
     return jax.lax.Precision.HIGHEST if x.dtype == F32 else None
 
 
+def einsum(formula: str, a: Array, b: Array) -> Array:
+    """A product of two arrays accumulated, and returned, in float32."""
+    return jnp.einsum(formula, a, b, precision=full_precision(b), preferred_element_type=F32)
+
+
 def mean_square_scale(x: Float[Array, "... c"], eps: float) -> Float[Array, "... 1"]:
     """``(mean(x^2) + eps)^-1/2`` over the last axis, in float32."""
     x = x.astype(F32)

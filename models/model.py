@@ -136,9 +136,7 @@ def mtp_forward(
     if num_new is None:
         num_new = jnp.full_like(cache.length, next_tokens.shape[1])
     plan = plan_step(cache.length, num_new, next_tokens.shape[1], cache.max_draft, cfg, (0,))
-    eps = cfg.rms_norm_eps
-    embedded = linear(rms_norm(params["embed"][next_tokens], p["enorm"], eps), p["e_proj"])
-    streams = embedded[:, :, None] + linear(rms_norm(streams, p["hnorm"], eps), p["h_proj"])
+    streams = mtp_streams(params, streams, next_tokens, cfg)
     streams, layer, _, traced = block(
         p, streams, next_tokens, cache.layers[0], plan, 0, cfg, ALL_KEEP, ()
     )
@@ -146,6 +144,18 @@ def mtp_forward(
     return Forward(
         logits, streams, cache.replace(length=plan.step.end, layers=(layer,)), (), (traced,)
     )
+
+
+def mtp_streams(
+    params: Any,
+    streams: Float[Array, "B T m D"],
+    next_tokens: Int32[Array, "B T"],
+    cfg: ModelConfig,
+) -> Float[Array, "B T m D"]:
+    """The MTP block's input."""
+    p, eps = params["mtp"][0], cfg.rms_norm_eps
+    embedded = linear(rms_norm(params["embed"][next_tokens], p["enorm"], eps), p["e_proj"])
+    return embedded[:, :, None] + linear(rms_norm(streams, p["hnorm"], eps), p["h_proj"])
 
 
 # Its own jit: layers of one kind are traced and lowered once, not once each.
@@ -190,9 +200,16 @@ def _head(
     cfg: ModelConfig,
     last_only: bool,
 ) -> Float[Array, "B T V"]:
-    """Float32 logits: the block's own stream weights and norm, the shared head matrix."""
+    """Logits of all rows, or of the last real one."""
     if last_only:
         last = jnp.maximum(step.num_new - 1, 0)
         streams = jax.vmap(lambda rows, i: rows[i][None])(streams, last)
+    return head_logits(params, own, streams, cfg)
+
+
+def head_logits(
+    params: Any, own: Any, streams: Float[Array, "B T m D"], cfg: ModelConfig
+) -> Float[Array, "B T V"]:
+    """Float32 logits by the stream weights and norm of ``own``, the trunk's or the MTP block's."""
     x = rms_norm(head_read(own["hc_head"], streams, cfg), own["norm"], cfg.rms_norm_eps)
     return linear(x, params["head"], F32)

@@ -36,7 +36,7 @@ def route(
     return weights * cfg.routed_scaling_factor, experts
 
 
-def _swiglu(gate: Array, up: Array, limit: float) -> Array:
+def swiglu(gate: Array, up: Array, limit: float) -> Array:
     """``silu(min(gate, limit)) * clip(up, -limit, limit)`` in float32."""
     gate, up = gate.astype(F32), up.astype(F32)
     return jax.nn.silu(jnp.minimum(gate, limit)) * jnp.clip(up, -limit, limit)
@@ -56,7 +56,7 @@ def _gathered_experts(
     )
     product = partial(jnp.einsum, precision=full_precision(x), preferred_element_type=F32)
     gate, up = product("nkid,nd->nki", w1, x), product("nkid,nd->nki", w3, x)
-    hidden = (weights[..., None] * _swiglu(gate, up, limit)).astype(x.dtype)
+    hidden = (weights[..., None] * swiglu(gate, up, limit)).astype(x.dtype)
     return jnp.sum(product("nkdi,nki->nkd", w2, hidden), axis=1)
 
 
@@ -83,7 +83,7 @@ def _grouped_experts(
         )
 
     rows = x[token]
-    hidden = _swiglu(grouped(rows, p["w1"]), grouped(rows, p["w3"]), limit)
+    hidden = swiglu(grouped(rows, p["w1"]), grouped(rows, p["w3"]), limit)
     hidden = (weights.reshape(-1)[order][:, None] * hidden).astype(x.dtype)
     out = grouped(hidden, p["w2"])
     return jnp.zeros((count, x.shape[1]), F32).at[token].add(out)
@@ -99,6 +99,6 @@ def moe(
     out = run(p["experts"], flat, weights, experts, cfg.swiglu_limit)
     if "shared" in p:
         s = p["shared"]
-        hidden = _swiglu(linear(flat, s["w1"], F32), linear(flat, s["w3"], F32), cfg.swiglu_limit)
+        hidden = swiglu(linear(flat, s["w1"], F32), linear(flat, s["w3"], F32), cfg.swiglu_limit)
         out = out + linear(hidden.astype(x.dtype), s["w2"], F32)
     return out.astype(x.dtype).reshape(x.shape)

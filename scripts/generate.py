@@ -12,7 +12,8 @@ import command
 import jax
 import numpy as np
 
-from models.generate import PREFILL_CHUNK, DraftCounts, Session, check_ids
+from models.draft import DraftCounts
+from models.generate import PREFILL_CHUNK, Session, check_ids
 from models.sampling import Sampling
 from models.text import Tokenizer, load_tokenizer
 

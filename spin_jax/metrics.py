@@ -7,8 +7,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
+from pallas_kernels.ranking import top_mask
 from spin_jax.pooling import by_block
-from spin_jax.ranking import top_mask
 from spin_jax.selection import BlockSelection
 
 

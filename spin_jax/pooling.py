@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
+from pallas_kernels.ranking import top_mask
 from spin_jax.config import SpinConfig, slot_budget
-from spin_jax.ranking import top_mask
 
 
 def pool(

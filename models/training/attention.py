@@ -16,20 +16,20 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from models.attention import index_query, project_in, project_out
 from models.config import CSA, ModelConfig
 from models.layers import (
     F32,
     Rotation,
     apply_rope,
-    full_precision,
+    einsum,
     hadamard_rotate,
     linear,
-    mean_square_scale,
     rms_norm,
     rope_frequencies,
     rope_rotation,
 )
-from models.training.selection import top_mask
+from pallas_kernels.ranking import top_mask
 
 _MASKED = -1e30
 """Finite, so that rows without any slot have gradients of 0 and not NaN."""
@@ -119,16 +119,9 @@ def attend_sequences(
     The indexer's inputs are detached: it learns from its own loss alone, and that loss moves
     nothing else. Source: DeepSeek-V3.2-Exp, "DeepSeek Sparse Attention", continued pre-training.
     """
-    batch, tokens = x.shape[:2]
+    tokens = x.shape[1]
     token_rotation = plan.tokens[bool(ratio), cfg.head_dim]
-    own, partner = token_rotation
-    rotation = own[:, :, None], partner[:, :, None]
-    qr = rms_norm(linear(x, p["wq_a"]), p["q_norm"], cfg.rms_norm_eps)
-    q = linear(qr, p["wq_b"], F32).reshape(batch, tokens, -1, cfg.head_dim)
-    q = apply_rope(q * mean_square_scale(q, cfg.rms_norm_eps), rotation).astype(x.dtype)
-    kv = rms_norm(linear(x, p["wkv"]), p["kv_norm"], cfg.rms_norm_eps)
-    kv = apply_rope(kv, token_rotation)
-
+    qr, q, kv = project_in(p, x, token_rotation, cfg)
     window, band = _band_scores(q, kv, cfg.sliding_window)
     slots = mask = chosen = index_scores = selected = None
     if ratio and tokens >= ratio:
@@ -140,15 +133,11 @@ def attend_sequences(
         chosen = mask
         if ratio == CSA:
             index_scores = _index_scores(p["indexer"], x, qr, plan, cfg)
-            selected = top_mask(index_scores, mask, cfg.index_topk)
+            selected = top_mask(jax.lax.stop_gradient(index_scores), mask, cfg.index_topk)
             chosen = selected if sparse else mask
     o, probabilities = _softmax_sum(q, window, band, slots, chosen, p["attn_sink"])
 
-    o = apply_rope(o, rotation, inverse=True).astype(x.dtype)
-    o = o.reshape(batch, tokens, cfg.o_groups, -1)
-    wo_a = p["wo_a"].reshape(cfg.o_groups, cfg.o_lora_rank, -1)
-    o = _einsum("btgc,goc->btgo", o, wo_a).astype(x.dtype)
-    out = linear(o.reshape(batch, tokens, -1), p["wo_b"])
+    out = project_out(p, o, token_rotation, cfg, x.dtype)
     if index_scores is None or chosen is None:
         return SequenceAttention(out, None, None)
     assert probabilities is not None and selected is not None
@@ -171,7 +160,7 @@ def _band_scores(
     keys = kv.reshape(batch, blocks, window, width)
     keys = jnp.concatenate((jnp.pad(keys[:, :-1], ((0, 0), (1, 0), (0, 0), (0, 0))), keys), axis=2)
     q = q.reshape(batch, blocks, window, heads, width)
-    scores = _einsum("bnqhd,bnkd->bhnqk", q, keys) * width**-0.5
+    scores = einsum("bnqhd,bnkd->bhnqk", q, keys) * width**-0.5
     ahead = np.arange(2 * window)[None] - window - np.arange(window)[:, None]
     inside = (ahead <= 0) & (ahead > -window)
     exists = np.arange(2 * window)[None] >= np.where(np.arange(blocks) == 0, window, 0)[:, None]
@@ -193,18 +182,18 @@ def _softmax_sum(
     top = jnp.maximum(jnp.max(band, axis=-1).reshape(row), sink[None, :, None, None])
     far = None
     if slots is not None and chosen is not None:
-        far = _einsum("bthd,bsd->bhts", q, slots) * width**-0.5
+        far = einsum("bthd,bsd->bhts", q, slots) * width**-0.5
         far = jnp.where(chosen[:, None], far, _MASKED)
         top = jnp.maximum(top, jnp.max(far, axis=-1, keepdims=True))
     top = jax.lax.stop_gradient(top)
     near = jnp.exp(band - top.reshape(*band.shape[:-1], 1))
     total = jnp.exp(sink[None, :, None, None] - top) + jnp.sum(near, axis=-1).reshape(row)
-    out = _einsum("bhnqk,bnkd->bnqhd", near.astype(window.dtype), window).reshape(q.shape)
+    out = einsum("bhnqk,bnkd->bnqhd", near.astype(window.dtype), window).reshape(q.shape)
     weights = None
     if far is not None and slots is not None:
         e = jnp.exp(far - top)
         total = total + jnp.sum(e, axis=-1, keepdims=True)
-        out = out + _einsum("bhts,bsd->bthd", e.astype(slots.dtype), slots)
+        out = out + einsum("bhts,bsd->bthd", e.astype(slots.dtype), slots)
         weights = e / total
     return out / jnp.moveaxis(total, 1, 2), weights
 
@@ -218,13 +207,10 @@ def _index_scores(
 ) -> Float[Array, "B T S"]:
     """``s_c = sum_h w_h relu(q_h . k_c)`` of every slot, from detached inputs."""
     x, qr = jax.lax.stop_gradient((x, qr))
-    width, heads = cfg.index_head_dim, cfg.index_n_heads
-    own, partner = plan.tokens[True, width]
-    q = linear(qr, p["wq_b"], F32).reshape(*x.shape[:2], heads, width)
-    q = hadamard_rotate(apply_rope(q, (own[:, :, None], partner[:, :, None])).astype(x.dtype))
-    w = linear(x, p["weights_proj"], F32) * (width**-0.5 * heads**-0.5)
+    width = cfg.index_head_dim
+    q, w = index_query(p, x, qr, plan.tokens[True, width], cfg)
     keys = hadamard_rotate(pool_slots(p["compressor"], x, CSA, plan.slots[CSA, width], cfg))
-    dots = jax.nn.relu(_einsum("btnx,bsx->bnts", q, keys))
+    dots = jax.nn.relu(einsum("btnx,bsx->bnts", q, keys))
     return jnp.sum(dots * jnp.moveaxis(w, 2, 1)[..., None], axis=1)
 
 
@@ -235,8 +221,3 @@ def _divergence(
     log_q = jax.nn.log_softmax(jnp.where(chosen, scores, _MASKED), axis=-1)
     log_p = jnp.log(jnp.maximum(target, 1e-20))
     return jnp.sum(jnp.where(chosen, target * (log_p - log_q), 0.0), axis=-1)
-
-
-def _einsum(formula: str, a: Array, b: Array) -> Array:
-    precision = full_precision(b)
-    return jnp.einsum(formula, a, b, precision=precision, preferred_element_type=F32)

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from models.config import ModelConfig
-from models.hyper import head_read, mixing, read_streams, write_streams
-from models.layers import F32, full_precision, linear, rms_norm
-from models.moe import route
+from models.hyper import mixing, read_streams, write_streams
+from models.layers import F32, einsum, linear, rms_norm
+from models.model import head_logits, mtp_streams
+from models.moe import route, swiglu
 from models.training.attention import SequencePlan, attend_sequences, plan_sequences
 
 
@@ -69,16 +70,15 @@ def forward_sequences(
         loads.append(load)
         if indexed is not None:
             index.append(indexed)
-    logits = _head(params, params, streams, cfg)
+    logits = head_logits(params, params, streams, cfg)
     mtp_logits = None
     if params["mtp"]:
-        p, eps = params["mtp"][0], cfg.rms_norm_eps
+        p = params["mtp"][0]
         following = jnp.concatenate((tokens[:, 1:], jnp.zeros_like(tokens[:, :1])), axis=1)
-        embedded = linear(rms_norm(params["embed"][following], p["enorm"], eps), p["e_proj"])
-        streams = embedded[:, :, None] + linear(rms_norm(streams, p["hnorm"], eps), p["h_proj"])
+        streams = mtp_streams(params, streams, following, cfg)
         streams, load, _ = run(p, streams, following, plan, 0, cfg, sparse)
         loads.append(load)
-        mtp_logits = _head(params, p, streams, cfg)
+        mtp_logits = head_logits(params, p, streams, cfg)
     empty = jnp.zeros((0, *tokens.shape), F32)
     losses = jnp.stack([loss for loss, _ in index]) if index else empty
     masses = jnp.stack([mass for _, mass in index]) if index else empty
@@ -121,26 +121,11 @@ def _all_experts(
     load = jnp.mean(jnp.sum(chosen, axis=1), axis=0) / cfg.num_experts_per_tok
     weight = jnp.einsum("nk,nke->ne", weights, chosen, precision="highest")
     e = p["experts"]
-    gate, up = _einsum("nd,eid->nei", flat, e["w1"]), _einsum("nd,eid->nei", flat, e["w3"])
-    hidden = weight[..., None] * _swiglu(gate, up, cfg.swiglu_limit)
-    out = _einsum("nei,edi->nd", hidden.astype(x.dtype), e["w2"])
+    gate, up = einsum("nd,eid->nei", flat, e["w1"]), einsum("nd,eid->nei", flat, e["w3"])
+    hidden = weight[..., None] * swiglu(gate, up, cfg.swiglu_limit)
+    out = einsum("nei,edi->nd", hidden.astype(x.dtype), e["w2"])
     if "shared" in p:
         s = p["shared"]
-        hidden = _swiglu(linear(flat, s["w1"], F32), linear(flat, s["w3"], F32), cfg.swiglu_limit)
+        hidden = swiglu(linear(flat, s["w1"], F32), linear(flat, s["w3"], F32), cfg.swiglu_limit)
         out = out + linear(hidden.astype(x.dtype), s["w2"], F32)
     return out.astype(x.dtype).reshape(x.shape), load
-
-
-def _swiglu(gate: Array, up: Array, limit: float) -> Array:
-    return jax.nn.silu(jnp.minimum(gate, limit)) * jnp.clip(up, -limit, limit)
-
-
-def _einsum(formula: str, a: Array, b: Array) -> Array:
-    return jnp.einsum(formula, a, b, precision=full_precision(a), preferred_element_type=F32)
-
-
-def _head(
-    params: Any, own: Any, streams: Float[Array, "B T m D"], cfg: ModelConfig
-) -> Float[Array, "B T V"]:
-    x = rms_norm(head_read(own["hc_head"], streams, cfg), own["norm"], cfg.rms_norm_eps)
-    return linear(x, params["head"], F32)

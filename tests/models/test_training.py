@@ -16,7 +16,7 @@ from models.params import init_params
 from models.pocket import init_for_training, toy_config
 from models.presets import tiny_config
 from models.training import forward_sequences, sequence_loss
-from models.training.selection import top_mask
+from pallas_kernels.ranking import top_mask
 
 CFG = dataclasses.replace(
     tiny_config(),

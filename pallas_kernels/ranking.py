@@ -10,7 +10,7 @@ from pallas_kernels.ordering import ordered_keys
 
 
 def top_mask(
-    scores: Float[Array, "*B S"], valid: Bool[Array, "*B S"], k: Int32[Array, " *B"]
+    scores: Float[Array, "*B S"], valid: Bool[Array, "*#B S"], k: Int32[Array, " *B"] | int
 ) -> Bool[Array, "*B S"]:
     """Whether an entry is among the ``k`` highest valid ones, ties to the lowest index.
 
@@ -18,6 +18,7 @@ def top_mask(
     highest is found bit by bit, counting in 32 passes: ``k`` may be traced, and a sort of S
     entries costs more on every backend.
     """
+    k = jnp.broadcast_to(jnp.asarray(k, jnp.int32), scores.shape[:-1])
     keys = jax.lax.bitcast_convert_type(ordered_keys(scores), jnp.uint32) ^ jnp.uint32(1 << 31)
     keys = jnp.where(valid, keys, 0)
 
