@@ -13,6 +13,8 @@ from jaxtyping import Array, Float
 
 from models.config import ModelConfig
 from models.layers import F32, linear, mean_square_scale
+from pallas_kernels import sinkhorn
+from pallas_kernels.compat import Implementation
 
 
 class Mixing(NamedTuple):
@@ -37,37 +39,23 @@ def _affine_mix(
     return mix * scale[None, None] + p["base"][None, None]
 
 
-def mixing(p: Any, streams: Float[Array, "B T m D"], cfg: ModelConfig) -> Mixing:
-    """Read and write weights of a sublayer from the streams themselves."""
+def mixing(
+    p: Any,
+    streams: Float[Array, "B T m D"],
+    cfg: ModelConfig,
+    *,
+    implementation: Implementation | None = None,
+) -> Mixing:
+    """Read and write weights of a sublayer from the streams themselves.
+
+    ``implementation`` is that of :func:`pallas_kernels.sinkhorn`: "xla" has a gradient.
+    """
     m = cfg.hc_mult
     mix = _affine_mix(p, streams, (m, m, m * m), cfg)
     gates = jax.lax.logistic(mix[..., : 2 * m])
     logits = mix[..., 2 * m :].reshape(*mix.shape[:2], m, m)
-    comb = sinkhorn(logits, cfg.hc_sinkhorn_iters, cfg.hc_eps)
+    comb = sinkhorn(logits, cfg.hc_sinkhorn_iters, cfg.hc_eps, implementation=implementation)
     return Mixing(gates[..., :m] + cfg.hc_eps, 2 * gates[..., m:], comb)
-
-
-def sinkhorn(
-    logits: Float[Array, "... m m"], iterations: int, eps: float
-) -> Float[Array, "... m m"]:
-    """Alternate row and column normalisation of ``softmax(logits) + eps``.
-
-    A softmax over rows, plus eps, and one column normalisation, then ``iterations - 1`` rounds of
-    row and column normalisation, each dividing by (sum + eps).
-    """
-    # Shifts cancel, so the maximum needs no gradient; its own divides by the number of equal
-    # entries, which is 0 where XLA computes the logits twice and the copies differ in rounding.
-    top = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
-    matrix = jnp.exp(logits - top)
-    matrix = matrix / jnp.sum(matrix, axis=-1, keepdims=True) + eps
-    matrix = matrix / (jnp.sum(matrix, axis=-2, keepdims=True) + eps)
-
-    def round_(_: Any, matrix: Array) -> Array:
-        matrix = matrix / (jnp.sum(matrix, axis=-1, keepdims=True) + eps)
-        return matrix / (jnp.sum(matrix, axis=-2, keepdims=True) + eps)
-
-    # A loop, not twenty copies: unrolled, the compile time of a deep model doubles.
-    return jax.lax.fori_loop(0, iterations - 1, round_, matrix)
 
 
 def read_streams(

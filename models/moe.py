@@ -13,7 +13,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from models.config import ModelConfig
-from models.layers import F32, full_precision, linear
+from models.layers import F32, einsum, full_precision, linear
+
+BANDWIDTH_BOUND = 64
+"""Up to so many tokens a GPU multiplies by a matrix in the time that it takes to read it."""
 
 
 def route(
@@ -42,6 +45,26 @@ def swiglu(gate: Array, up: Array, limit: float) -> Array:
     return jax.nn.silu(jnp.minimum(gate, limit)) * jnp.clip(up, -limit, limit)
 
 
+def every_expert(
+    p: Any,
+    x: Float[Array, "N D"],
+    weights: Float[Array, "N k"],
+    experts: Int32[Array, "N k"],
+    limit: float,
+) -> Float[Array, "N D"]:
+    """All experts for all tokens, weight 0 where one is not chosen.
+
+    Where tokens are few, or experts, this is quickest: each matrix is read once, in the layout it
+    is stored in, and nothing is sorted. Its gradient needs no ragged product.
+    """
+    chosen = jax.nn.one_hot(experts, p["w1"].shape[0], dtype=F32)
+    weight = jnp.einsum("nk,nke->ne", weights, chosen, precision="highest")[..., None]
+    gate, up = einsum("nd,eid->nei", x, p["w1"]), einsum("nd,eid->nei", x, p["w3"])
+    hidden = jnp.where(weight == 0, 0.0, weight * swiglu(gate, up, limit)).astype(x.dtype)
+    # Expert by expert, then the sum: one product over both would transpose w2 first.
+    return jnp.sum(einsum("nei,edi->end", hidden, p["w2"]), axis=0)
+
+
 def _gathered_experts(
     p: Any,
     x: Float[Array, "N D"],
@@ -49,7 +72,7 @@ def _gathered_experts(
     experts: Int32[Array, "N k"],
     limit: float,
 ) -> Float[Array, "N D"]:
-    """Few tokens: fetch each chosen expert's matrices and multiply."""
+    """Many more experts than tokens: fetch each chosen expert's matrices and multiply."""
     w1, w2, w3 = (
         p[name].at[experts].get(mode="promise_in_bounds", wrap_negative_indices=False)
         for name in ("w1", "w2", "w3")
@@ -67,7 +90,7 @@ def _grouped_experts(
     experts: Int32[Array, "N k"],
     limit: float,
 ) -> Float[Array, "N D"]:
-    """Many tokens: sort the (token, expert) pairs by expert and multiply group by group."""
+    """Many of both: sort the (token, expert) pairs by expert and multiply group by group."""
     count, chosen = experts.shape
     order = jnp.argsort(experts.reshape(-1), stable=True)
     token = order // chosen
@@ -89,16 +112,30 @@ def _grouped_experts(
     return jnp.zeros((count, x.shape[1]), F32).at[token].add(out)
 
 
+def _strategy(tokens: int, chosen: int, experts: int) -> Any:
+    """What moves the fewest bytes; a fetched matrix is read, written and read again."""
+    if 3 * tokens * chosen <= experts:
+        return _gathered_experts
+    if tokens <= BANDWIDTH_BOUND or experts <= 4 * chosen:
+        return every_expert
+    return _grouped_experts
+
+
 def moe(
     p: Any, x: Float[Array, "B T D"], tokens: Int32[Array, "B T"], cfg: ModelConfig
 ) -> Float[Array, "B T D"]:
     """``sum_e w2_e(weight_e swiglu_e(x))`` over the chosen experts, plus the shared expert."""
     flat = x.reshape(-1, x.shape[-1])
     weights, experts = route(p, flat, tokens.reshape(-1), cfg)
-    run = _gathered_experts if experts.size <= cfg.n_routed_experts else _grouped_experts
-    out = run(p["experts"], flat, weights, experts, cfg.swiglu_limit)
+    out = _strategy(*experts.shape, cfg.n_routed_experts)(
+        p["experts"], flat, weights, experts, cfg.swiglu_limit
+    )
     if "shared" in p:
-        s = p["shared"]
-        hidden = swiglu(linear(flat, s["w1"], F32), linear(flat, s["w3"], F32), cfg.swiglu_limit)
-        out = out + linear(hidden.astype(x.dtype), s["w2"], F32)
+        out = out + shared_expert(p["shared"], flat, cfg.swiglu_limit)
     return out.astype(x.dtype).reshape(x.shape)
+
+
+def shared_expert(p: Any, x: Float[Array, "N D"], limit: float) -> Float[Array, "N D"]:
+    """The expert that all tokens use."""
+    hidden = swiglu(linear(x, p["w1"], F32), linear(x, p["w3"], F32), limit)
+    return linear(hidden.astype(x.dtype), p["w2"], F32)

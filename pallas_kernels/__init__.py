@@ -1,4 +1,4 @@
-"""The indexer's and SPIN's operations, each a plain ``jnp`` reference and a Mosaic GPU kernel.
+"""What XLA runs badly on a GPU: each a plain ``jnp`` reference and a Mosaic GPU kernel.
 
 Everything here works under jit, scan, vmap and shard_map, whichever implementation runs.
 """
@@ -7,6 +7,14 @@ from pallas_kernels.ema import ema_scatter as ema_scatter
 from pallas_kernels.observe import top_k_and_observe as top_k_and_observe
 from pallas_kernels.scoring import index_scores as index_scores
 from pallas_kernels.selection import select_blocks as select_blocks
+from pallas_kernels.sinkhorn import sinkhorn as sinkhorn
 from pallas_kernels.topk import top_k_slots as top_k_slots
 
-__all__ = ["ema_scatter", "index_scores", "select_blocks", "top_k_and_observe", "top_k_slots"]
+__all__ = [
+    "ema_scatter",
+    "index_scores",
+    "select_blocks",
+    "sinkhorn",
+    "top_k_and_observe",
+    "top_k_slots",
+]

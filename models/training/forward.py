@@ -14,9 +14,9 @@ from jaxtyping import Array, Float, Int32
 
 from models.config import ModelConfig
 from models.hyper import mixing, read_streams, write_streams
-from models.layers import F32, einsum, linear, rms_norm
+from models.layers import F32, rms_norm
 from models.model import head_logits, mtp_streams
-from models.moe import route, swiglu
+from models.moe import every_expert, route, shared_expert
 from models.training.attention import SequencePlan, attend_sequences, plan_sequences
 
 
@@ -94,11 +94,11 @@ def _block(
     cfg: ModelConfig,
     sparse: bool,
 ) -> tuple[Float[Array, "B T m D"], Float[Array, "E"], tuple[Array, Array] | None]:
-    mix = mixing(p["hc_attn"], streams, cfg)
+    mix = mixing(p["hc_attn"], streams, cfg, implementation="xla")
     x = rms_norm(read_streams(streams, mix.pre), p["attn_norm"], cfg.rms_norm_eps)
     attended = attend_sequences(p["attn"], x, plan, ratio, cfg, sparse=sparse)
     streams = write_streams(streams, attended.out, mix)
-    mix = mixing(p["hc_ffn"], streams, cfg)
+    mix = mixing(p["hc_ffn"], streams, cfg, implementation="xla")
     x = rms_norm(read_streams(streams, mix.pre), p["ffn_norm"], cfg.rms_norm_eps)
     y, load = _all_experts(p["ffn"], x, tokens, cfg)
     streams = write_streams(streams, y, mix)
@@ -110,22 +110,12 @@ def _block(
 def _all_experts(
     p: Any, x: Float[Array, "B T D"], tokens: Int32[Array, "B T"], cfg: ModelConfig
 ) -> tuple[Float[Array, "B T D"], Float[Array, "E"]]:
-    """The mixture with every expert computed, weight 0 for those not chosen.
-
-    With the handful of experts of a small model that is one large product where grouping tokens
-    by expert would be many small ones, and its gradient needs no ragged product.
-    """
+    """The mixture with every expert computed, and each one's share of the choices."""
     flat = x.reshape(-1, x.shape[-1])
     weights, experts = route(p, flat, tokens.reshape(-1), cfg)
     chosen = jax.nn.one_hot(experts, cfg.n_routed_experts, dtype=F32)
     load = jnp.mean(jnp.sum(chosen, axis=1), axis=0) / cfg.num_experts_per_tok
-    weight = jnp.einsum("nk,nke->ne", weights, chosen, precision="highest")
-    e = p["experts"]
-    gate, up = einsum("nd,eid->nei", flat, e["w1"]), einsum("nd,eid->nei", flat, e["w3"])
-    hidden = weight[..., None] * swiglu(gate, up, cfg.swiglu_limit)
-    out = einsum("nei,edi->nd", hidden.astype(x.dtype), e["w2"])
+    out = every_expert(p["experts"], flat, weights, experts, cfg.swiglu_limit)
     if "shared" in p:
-        s = p["shared"]
-        hidden = swiglu(linear(flat, s["w1"], F32), linear(flat, s["w3"], F32), cfg.swiglu_limit)
-        out = out + linear(hidden.astype(x.dtype), s["w2"], F32)
+        out = out + shared_expert(p["shared"], flat, cfg.swiglu_limit)
     return out.astype(x.dtype).reshape(x.shape), load

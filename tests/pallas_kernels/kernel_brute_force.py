@@ -68,3 +68,16 @@ def ema_scatter(V, D_rev, scores, block_ids, N, block_size, decay):
                 old = 0.0 if table[at] == -np.inf else table[at]
                 table[at] = decay * old + (1 - decay) * z
     return V, D[::-1]
+
+
+def sinkhorn(logits, iterations, eps):
+    """Row and column normalisation in turns, matrix by matrix, in float64."""
+    out = np.empty(logits.shape, np.float64)
+    for at in np.ndindex(*logits.shape[:-2]):
+        x = np.exp(logits[at].astype(np.float64) - logits[at].max(axis=1, keepdims=True))
+        x = x / x.sum(axis=1, keepdims=True) + eps
+        for turn in range(2 * iterations - 1):
+            axis = 0 if turn % 2 == 0 else 1
+            x = x / (x.sum(axis=axis, keepdims=True) + eps)
+        out[at] = x
+    return out

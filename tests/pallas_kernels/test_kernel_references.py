@@ -146,3 +146,12 @@ def test_references_work_under_vmap_and_scan():
     _, scanned = jax.lax.scan(lambda c, s: (c, pallas_kernels.top_k_slots(s, 5)), 0, scores)
     np.testing.assert_array_equal(mapped, scanned)
     np.testing.assert_array_equal(mapped[1], pallas_kernels.top_k_slots(scores[1], 5))
+
+
+@pytest.mark.parametrize("iterations", [1, 4, 20])
+@pytest.mark.parametrize("shape", [(4, 4), (3, 2, 2), (2, 5, 9, 9)])
+def test_sinkhorn(shape, iterations):
+    logits = 3 * np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    got = pallas_kernels.sinkhorn(logits, iterations, 1e-6)
+    expected = brute_force.sinkhorn(logits, iterations, 1e-6)
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)

@@ -134,3 +134,10 @@ def test_index_scores(blocks, monkeypatch):
     reference = call(*arguments, named="xla")
     for mine, expected in zip(interpret(call, *arguments), reference, strict=True):
         np.testing.assert_allclose(mine, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(8, 1, 4, 4), (130, 2, 2)])
+def test_sinkhorn(shape):
+    logits = 3 * np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    got = interpret(lambda x: pallas_kernels.sinkhorn(x, 20, 1e-6, implementation="mosaic"), logits)
+    np.testing.assert_allclose(got, brute_force.sinkhorn(logits, 20, 1e-6), rtol=1e-5, atol=1e-6)

@@ -63,6 +63,14 @@ def test_top_k_slots(k, blocks):
     assert kernels(text) == 1
 
 
+@pytest.mark.parametrize("shape", [(32, 1, 4, 4), (1000, 2, 2)])
+def test_sinkhorn(shape):
+    def call(logits):
+        return pallas_kernels.sinkhorn(logits, 20, 1e-6, implementation="mosaic")
+
+    assert kernels(lower(call, struct(f32, *shape))) == 1
+
+
 @pytest.mark.parametrize("dtype", [f32, jnp.bfloat16])
 @pytest.mark.parametrize("slots", [8192, 262144])
 def test_select_blocks(slots, dtype):

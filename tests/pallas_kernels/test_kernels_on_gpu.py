@@ -174,3 +174,15 @@ def test_a_donated_state_is_not_copied():
     text = update.lower(*arguments).compile().as_text()
     assert "mosaic_gpu" in text
     assert " copy(" not in text and "copy-start" not in text
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 4), (8, 1, 4, 4), (1000, 4, 4), (7, 2, 2), (300, 8, 8)])
+def test_sinkhorn(shape):
+    logits = 3 * np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    got, expected = both(
+        lambda x, implementation: pallas_kernels.sinkhorn(
+            x, 20, 1e-6, implementation=implementation
+        ),
+        logits,
+    )
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
