@@ -8,6 +8,7 @@ A token is a byte, and the newline ends an answer.
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,23 @@ from models.params import I64, Params, ParamSpec, is_spec, param_specs
 
 END_OF_ANSWER = 10
 """The newline."""
+
+
+def pocket_weights() -> Path:
+    """The folder of the trained pocket model, a release's files, which the package brings along.
+
+    Raises:
+        ValueError: the files are not there.
+    """
+    folder = Path(__file__).with_name("pocket_weights")
+    missing = [n for n in ("config.json", "model.safetensors") if not (folder / n).is_file()]
+    if missing:
+        raise ValueError(
+            f"the pocket model's {' and '.join(missing)} should be in {folder}: install the "
+            "package anew, or train the model with scripts/train_pocket.py --out runs/pocket and "
+            "pass --checkpoint runs/pocket/model"
+        )
+    return folder
 
 
 def pocket_config() -> ModelConfig:

@@ -17,6 +17,7 @@ import numpy as np
 from models.checkpoint import load_checkpoint, load_release
 from models.config import ModelConfig
 from models.params import init_params
+from models.pocket import pocket_weights
 from models.presets import shrink, tiny_config
 from models.selector import ALL_KEEP, Selector
 from spin_jax import SpinConfig, SpinSelector, recorded_miss, savings
@@ -24,6 +25,11 @@ from spin_jax import SpinConfig, SpinSelector, recorded_miss, savings
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 DTYPE_HELP = "of weights and activations (as converted; float32 for a release folder)"
 
+RANDOM = "random"
+CHECKPOINT_HELP = (
+    "converted checkpoint, or a release folder that fits memory; 'random' for small random weights "
+    "(the trained pocket model)"
+)
 FP8_HELP = "keep the indexer's keys as FP8: half the bytes to score"
 
 
@@ -155,13 +161,12 @@ def spin_report(
 def load_model(checkpoint: str | None, dtype: str | None) -> tuple[Any, ModelConfig]:
     """Parameters and config of a converted checkpoint, or of a release folder that fits memory.
 
-    Without a checkpoint a small random model, to see the commands work.
+    Without a checkpoint the pocket model; ``random`` is a small model of random weights.
     """
-    if checkpoint is None:
-        print("no --checkpoint: a small random model, whose text is noise", file=sys.stderr)
+    if checkpoint == RANDOM:
         cfg = shrink(tiny_config(), layers=4)
         return init_params(cfg, jax.random.key(0), DTYPES[dtype or "float32"]), cfg
-    folder = Path(checkpoint)
+    folder = pocket_weights() if checkpoint is None else Path(checkpoint)
     wanted = None if dtype is None else DTYPES[dtype]
     if any(folder.glob("*.safetensors")) or (folder / "model.safetensors.index.json").exists():
         return load_release(folder, "float32" if dtype is None else dtype)

@@ -23,7 +23,12 @@ EXAMPLES = """examples:
   python scripts/generate.py --checkpoint flash-bf16 --ids prompts.npy --max-new-tokens 64 \\
       --sparsity 0.4 --json
   python scripts/generate.py --checkpoint flash-bf16 --turns dialogue.jsonl --max-new-tokens 100
-  python scripts/generate.py --prompt "Once" --max-new-tokens 60 --draft-length 3 --json
+  python scripts/generate.py --prompt $'The key is #bak:731. Much follows.\\n?bak:' \\
+      --max-new-tokens 32 --draft-length 3 --json
+
+Without --checkpoint the trained pocket model answers: bytes, facts such as #bak:731. anywhere in
+the prompt, and the question ?bak: on its last line. SPIN's blocks should be small for it:
+--block-size 8.
 
 --ids holds [T] or, for a batch, [B, T] integers; shorter prompts are padded on the right with -1.
 A line of --turns is {"prompt": "..."} or {"ids": [...]}: the KV cache stays from turn to turn,
@@ -35,9 +40,7 @@ STREAM_EVERY = 8
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     parser = command.make_parser(__doc__, EXAMPLES)
-    parser.add_argument(
-        "--checkpoint", metavar="DIR", help="converted checkpoint (a small random model)"
-    )
+    parser.add_argument("--checkpoint", metavar="DIR", help=command.CHECKPOINT_HELP)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", metavar="TEXT", help="text, as a user's turn of a chat")
     source.add_argument("--ids", metavar="FILE", help=".npy of integers [T] or [B, T]")
@@ -181,10 +184,10 @@ def _answer(
                 shown = text
     if args.stream:
         rest = tokenizer.decode(answers[0])
-        print(rest[len(shown) :] if rest.startswith(shown) else "")
+        print(rest[len(shown) :].removesuffix("\n") if rest.startswith(shown) else "")
     if not args.stream or len(answers) > 1:
         for answer in answers[1 if args.stream else 0 :]:
-            print(tokenizer.decode(answer))
+            print(tokenizer.decode(answer).removesuffix("\n"))
     return answers
 
 

@@ -26,7 +26,7 @@ OUT holds logits [B, T, V] (row i is for token i + 1), with --mtp also mtp_logit
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     parser = command.make_parser(__doc__, EXAMPLES)
-    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="converted checkpoint")
+    parser.add_argument("--checkpoint", metavar="DIR", help=command.CHECKPOINT_HELP)
     parser.add_argument("--ids", required=True, metavar="FILE", help=".npy of integers [B, T]")
     parser.add_argument("--out", required=True, metavar="FILE", help=".npz to write")
     parser.add_argument(

@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="record | replay")
 
     record = commands.add_parser("record", help="generate, and write the trace")
-    record.add_argument("--checkpoint", metavar="DIR", help="as generate.py's")
+    record.add_argument("--checkpoint", metavar="DIR", help=command.CHECKPOINT_HELP)
     source = record.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", metavar="TEXT")
     source.add_argument("--ids", metavar="FILE", help=".npy of integers [T] or [B, T]")
