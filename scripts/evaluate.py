@@ -11,25 +11,35 @@ from typing import Any
 
 import command
 from pocket_data import NEEDLE_TASKS, TASKS
-from pocket_eval import Outcome, acceptance, make_samples, modes, prefill, report, run_modes
+from pocket_eval import (
+    Outcome,
+    acceptance,
+    make_samples,
+    modes,
+    prefill,
+    report,
+    run_modes,
+    warm_up,
+)
 
 EXAMPLES = """examples:
-  python scripts/evaluate.py --checkpoint pocket --quick
-  python scripts/evaluate.py --checkpoint pocket --lengths 1024 4096 16384 --per-task 25 --json
+  python scripts/evaluate.py --quick
+  python scripts/evaluate.py --checkpoint runs/pocket/model --lengths 1024 8192 \\
+      --per-task 25 --json
 
 Prompts are held out: their keys, values and filler never occur in training. Every mode answers the
 same prompts from the same prefilled contexts. Intervals are 95%, from a bootstrap over prompts.
 """
 ROOM = 256
 """Tokens of further turns and answers."""
+QUICK_DRAFT_LENGTH = 512
+"""Tokens of the prompts whose continuations are drafted in a quick run."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     parser = command.make_parser(__doc__, EXAMPLES)
-    parser.add_argument(
-        "--checkpoint", metavar="DIR", help="release folder or converted (a small random model)"
-    )
+    parser.add_argument("--checkpoint", metavar="DIR", help=command.CHECKPOINT_HELP)
     parser.add_argument("--quick", action="store_true", help="under three minutes on two cores")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument("--lengths", type=int, nargs="+", metavar="T", help="of first prompts")
@@ -49,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _evaluate(args: argparse.Namespace) -> None:
-    lengths = args.lengths or ([512, 2048] if args.quick else [1024, 2048, 4096, 8192, 16384])
+    lengths = args.lengths or ([2048] if args.quick else [1024, 2048, 4096, 8192, 16384])
     per_task = args.per_task or (3 if args.quick else 16)
     repeats = args.repeats or (1 if args.quick else 3)
     sparsities = args.sparsities or (
@@ -66,18 +76,23 @@ def _evaluate(args: argparse.Namespace) -> None:
     chosen = modes(cfg, sparsities, explorations, args.block_size)
     outcomes: dict[str, list[Outcome]] = {mode.name: [] for mode in chosen}
     begin = time.perf_counter()
-    drafts = None
-    if args.draft_length and cfg.num_nextn_predict_layers:
-        samples = make_samples(args.seed, 0, min(lengths), per_task, args.tasks)
-        # Beside the rest: most of both is compiling, and a second core has time for it.
-        pool = ThreadPoolExecutor(1)
-        drafts = pool.submit(acceptance, params, cfg, samples, args.draft_length)
+    warm = drafts = None
     # Quick runs give all lengths the longest one's cache, and so the same programs.
     shared = max(lengths) + ROOM if args.quick else None
+    # Beside the first prefill: a quick run spends most of its time on compiling.
+    pool = ThreadPoolExecutor(2)
+    if shared is not None:
+        warm = pool.submit(warm_up, params, cfg, len(args.tasks) * per_task, shared, chosen)
+    if args.draft_length and cfg.num_nextn_predict_layers:
+        length = min(QUICK_DRAFT_LENGTH, *lengths) if args.quick else min(lengths)
+        samples = make_samples(args.seed, 0, length, per_task, args.tasks)
+        drafts = pool.submit(acceptance, params, cfg, samples, args.draft_length)
     for length in lengths:
         for repeat in range(repeats):
             samples = make_samples(args.seed, repeat, length, per_task, args.tasks)
             base, ends = prefill(params, cfg, samples, shared or length + ROOM)
+            if warm is not None:
+                warm.result()
             found = run_modes(base, ends, samples, chosen, args.seed + repeat)
             for name, own in found.items():
                 outcomes[name] += own

@@ -99,8 +99,26 @@ def fork(base: Session, selector: Selector, copies: int, key: jax.Array) -> Sess
     session.lengths = np.tile(base.lengths, copies)
     session.unfed = [[] for _ in session.lengths]
     session.selector, session.key, session.keys = selector, key, None
+    # What is still to be fed is short, and of most requests a token: one program, little padding.
+    session.chunk = SHORT_CHUNK
     session.timing = Timing()
     return session
+
+
+def warm_up(
+    params: Any, cfg: ModelConfig, batch: int, capacity: int, chosen: Sequence[Mode]
+) -> None:
+    """Compile what :func:`run_modes` needs for ``batch`` samples of sessions of ``capacity``."""
+    base = Session(params, cfg, batch=batch, max_len=capacity, dtype=params["embed"].dtype)
+    selector = SideBySide(tuple(mode.selector for mode in chosen))
+    session = fork(base, selector, len(chosen), jax.random.key(0))
+    # The room for an answer and the number of stops are part of the program; this stop never comes.
+    never = [cfg.vocab_size] * len(cfg.eos_token_ids)
+    stream = session.stream_turn([[0]] * batch * len(chosen), ROWS, stop=never, every=1)
+    # The first token comes from prefill, the second from decoding.
+    for _ in range(2):
+        next(stream)
+    stream.close()
 
 
 def run_modes(
