@@ -2,6 +2,8 @@
 
 import dataclasses
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,7 @@ from random_params import random_params
 from models import generate as generate_module
 from models.cache import init_cache
 from models.decode import DecodeState, decode_steps
-from models.generate import Session, check_ids, generate, request_keys
+from models.generate import Session, check_ids, compiled_program, generate, request_keys
 from models.params import init_params
 from models.presets import shrink, tiny_config
 from models.sampling import GREEDY, Sampling, filtered_logits, sample
@@ -252,6 +254,41 @@ def test_the_loop_is_one_program_for_any_number_of_steps(params, prompts):
     again = generate(params, CFG, [prompts[0]], 17, stop=[], chunk=CHUNK, max_len=36)
     assert len(again[0]) == 17
     assert set(generate_module._PROGRAMS) - before == made
+
+
+class Lowering:
+    """A jitted function whose compilation waits for the test, and fails the first ``failures``
+    times."""
+
+    def __init__(self, failures):
+        self.failures, self.compiled, self.may_end = failures, 0, threading.Event()
+
+    def lower(self, *args, **static):
+        return self
+
+    def compile(self):
+        assert self.may_end.wait(60)
+        self.compiled += 1
+        if self.compiled <= self.failures:
+            raise RuntimeError("no room")
+        return "program"
+
+
+def test_threads_wait_for_one_compilation():
+    function = Lowering(0)
+    with ThreadPoolExecutor(4) as pool:
+        found = [pool.submit(compiled_program, function, (jnp.zeros(3),)) for _ in range(4)]
+        function.may_end.set()
+        assert compiled_program(function, (jnp.zeros(4),)) == "program"
+    assert [f.result() for f in found] == ["program"] * 4 and function.compiled == 2
+
+
+def test_a_failed_compilation_is_tried_again():
+    function = Lowering(1)
+    function.may_end.set()
+    with pytest.raises(RuntimeError, match="no room"):
+        compiled_program(function, (jnp.zeros(3),))
+    assert compiled_program(function, (jnp.zeros(3),)) == "program"
 
 
 def test_sampling_keeps_exactly_the_likeliest():
