@@ -39,6 +39,7 @@ from models.layers import (
 )
 from models.quant_sim import quantise_fp8, simulate_fp4, simulate_fp8
 from models.selector import IndexKeys, IndexQuery, Selector
+from pallas_kernels.compat import runs_on_gpu
 
 
 class StepPlan(NamedTuple):
@@ -234,10 +235,34 @@ class _Group(NamedTuple):
 def _attend(
     q: Float[Array, "B T H d"], groups: list[_Group], sink: Float[Array, "H"]
 ) -> Float[Array, "B T H d"]:
-    """``o = sum e^s v / (sum e^s + e^sink)`` with ``s = q . k d^-1/2``, float32.
+    """``o = sum e^s v / (sum e^s + e^sink)`` with ``s = q . k d^-1/2``, float32."""
+    return (_attend_on_gpu if runs_on_gpu() else _attend_on_cpu)(q, groups, sink)
 
-    Scores are kept key-major, [B, M, T, H]: the cached rows are then the left side of both
-    products in the layout they have in memory, and XLA makes no transposed copy of a cache.
+
+def _attend_on_gpu(
+    q: Float[Array, "B T H d"], groups: list[_Group], sink: Float[Array, "H"]
+) -> Float[Array, "B T H d"]:
+    """Scores as [B, T, H, M]: one row of all groups and the sink is one softmax, in one kernel."""
+    batch, rows, heads, width = q.shape
+    scores = []
+    for group in groups:
+        s = einsum(f"bthd,{group.axes}->bthm", q, group.rows) * width**-0.5
+        scores.append(jnp.where(group.mask[:, :, None], s, -jnp.inf))
+    column = jnp.broadcast_to(sink[None, None, :, None], (batch, rows, heads, 1))
+    weights = jax.nn.softmax(jnp.concatenate((*scores, column), axis=-1), axis=-1)
+    out, first = jnp.zeros((), F32), 0
+    for group, s in zip(groups, scores, strict=True):
+        part = weights[..., first : first + s.shape[-1]].astype(group.rows.dtype)
+        out = out + einsum(f"bthm,{group.axes}->bthd", part, group.rows)
+        first += s.shape[-1]
+    return out
+
+
+def _attend_on_cpu(
+    q: Float[Array, "B T H d"], groups: list[_Group], sink: Float[Array, "H"]
+) -> Float[Array, "B T H d"]:
+    """Scores key-major, [B, M, T, H]: the cached rows are the left side of both products, in the
+    layout they have in memory, and XLA's CPU backend makes no transposed copy of a cache.
     """
     scale = q.shape[-1] ** -0.5
     scores = []

@@ -20,7 +20,8 @@ from models.layers import F32
 from models.selector import IndexKeys
 
 SLOT_MULTIPLE = 64
-"""CSA slots are allocated in whole selection blocks, so that kernels see full blocks."""
+"""CSA slots are allocated in whole selection blocks, so that kernels see full blocks, and more HCA
+slots than that too: a product over an odd number of them would have XLA pad the cache each step."""
 
 
 class LayerCache(struct.PyTreeNode):
@@ -108,10 +109,11 @@ def init_cache(
             return LayerCache(window)
         slots = -(-max_len // ratio)
         ring = (batch, pooled_tokens(ratio) + max_draft, 2)
+        if ratio == CSA or slots > SLOT_MULTIPLE:
+            slots += -slots % SLOT_MULTIPLE
         if ratio != CSA:
             compressed = jnp.zeros((batch, slots, cfg.head_dim), dtype)
             return LayerCache(window, compressed, jnp.zeros((*ring, 1, cfg.head_dim), F32))
-        slots += -slots % SLOT_MULTIPLE
         return LayerCache(
             window,
             jnp.zeros((batch, slots, cfg.head_dim), dtype),

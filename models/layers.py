@@ -16,6 +16,9 @@ from jaxtyping import Array, Float, Int32
 from models.config import ModelConfig
 
 F32 = jnp.float32
+SMALL_VOCABULARY = 4096
+"""Up to so many rows an embedding's gradient is a product: added row by row, the few rows of a
+byte vocabulary queue up for a GPU's atomic additions (46 of 71 ms of a training step)."""
 
 
 def linear(
@@ -36,6 +39,28 @@ def full_precision(x: Array) -> jax.lax.Precision | None:
 def einsum(formula: str, a: Array, b: Array) -> Array:
     """A product of two arrays accumulated, and returned, in float32."""
     return jnp.einsum(formula, a, b, precision=full_precision(b), preferred_element_type=F32)
+
+
+@jax.custom_vjp
+def embed(table: Float[Array, "V D"], tokens: Int32[Array, "..."]) -> Float[Array, "... D"]:
+    """The tokens' rows of the table."""
+    return table[tokens]
+
+
+def _embed_forward(table: Array, tokens: Array) -> tuple[Array, tuple[Array, Array]]:
+    return table[tokens], (table, tokens)
+
+
+def _embed_backward(kept: tuple[Array, Array], gradient: Array) -> tuple[Array, None]:
+    table, tokens = kept
+    rows, tokens = gradient.reshape(-1, table.shape[1]), tokens.reshape(-1)
+    if table.shape[0] <= SMALL_VOCABULARY:
+        chosen = jax.nn.one_hot(tokens, table.shape[0], dtype=rows.dtype)
+        return einsum("nv,nd->vd", chosen, rows).astype(table.dtype), None
+    return jnp.zeros_like(table).at[tokens].add(rows.astype(table.dtype)), None
+
+
+embed.defvjp(_embed_forward, _embed_backward)
 
 
 def mean_square_scale(x: Float[Array, "... c"], eps: float) -> Float[Array, "... 1"]:

@@ -16,7 +16,7 @@ from models.attention import StepPlan, attention, plan_step
 from models.cache import Cache, LayerCache, Step
 from models.config import ModelConfig
 from models.hyper import head_read, mixing, read_streams, write_streams
-from models.layers import F32, linear, rms_norm
+from models.layers import F32, embed, linear, rms_norm
 from models.moe import moe
 from models.selector import ALL_KEEP, IndexQuery, Selector
 
@@ -154,7 +154,7 @@ def mtp_streams(
 ) -> Float[Array, "B T m D"]:
     """The MTP block's input."""
     p, eps = params["mtp"][0], cfg.rms_norm_eps
-    embedded = linear(rms_norm(params["embed"][next_tokens], p["enorm"], eps), p["e_proj"])
+    embedded = linear(rms_norm(embed(params["embed"], next_tokens), p["enorm"], eps), p["e_proj"])
     return embedded[:, :, None] + linear(rms_norm(streams, p["hnorm"], eps), p["h_proj"])
 
 

@@ -57,6 +57,11 @@ def mosaic_kernel(body: Callable[..., None], **options: Any) -> Callable[..., An
     return plgpu.kernel(overlapped, **options)
 
 
+def runs_on_gpu() -> bool:
+    """Whether what is traced now is for a GPU, where layouts should suit it."""
+    return _device.get() == "assumed" or jax.default_backend() == "gpu"
+
+
 @functools.cache
 def _why_no_hopper() -> str | None:
     if jax.default_backend() != "gpu":

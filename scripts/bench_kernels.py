@@ -285,9 +285,7 @@ def main(argv: list[str]) -> None:
         "hardware": device.device_kind,
         "versions": {"jax": jax.__version__, "python": sys.version.split()[0],
                      "torch": torch["torch"] if torch else None},
-        "commit": os.environ.get("SPIN_JAX_COMMIT") or git_commit(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python scripts/bench.py kernels", *argv]),
+        "runs": {},
         "settings": {"top_k": args.top_k, "heads": HEADS, "width": WIDTH, "block": BLOCK,
                      "exploration": EXPLORATION},
         "floors": floors(),
@@ -297,17 +295,26 @@ def main(argv: list[str]) -> None:
     if args.out.exists():
         before = json.loads(args.out.read_text())
         report["rows"] = [row for row in before["rows"] if row["part"] not in args.parts]
+        report["runs"] = {k: v for k, v in before["runs"].items() if k not in args.parts}
+        if torch is None:
+            report["versions"]["torch"] = before["versions"]["torch"]
         if "stages" not in args.parts:
             report["checks"] = before["checks"]
 
     def add(part, rows):
         """Keeps what has been measured, should a later part fail."""
         report["rows"] += [row | {"part": part} for row in show(rows)]
+        report["runs"][part] = {
+            "commit": os.environ.get("SPIN_JAX_COMMIT") or git_commit(),
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "command": " ".join(["python scripts/bench.py kernels", *argv]),
+        }
         report["summary"] = summary(args, report["rows"])
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(report, indent=1) + "\n")
 
-    add("torch", torch["rows"] if torch else [])
+    if torch:
+        add("torch", torch["rows"])
     for batch in args.batches if "stages" in args.parts else ():
         for fp8 in (False, True):
             for sparsity in (0.0, 0.4):

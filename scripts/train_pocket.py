@@ -37,7 +37,7 @@ from models.config import ModelConfig
 from models.params import count_params
 from models.pocket import pocket_config, toy_config
 
-STAGES = "512x64x9000d,2048x16x5000d,8192x4x1500d,8192x4x2000s"
+STAGES = "512x64x6000d,2048x16x2000d,8192x4x800d,8192x4x1800s"
 TOY_STAGES = "128x8x24d,128x8x8s"
 EXAMPLES = """examples:
   JAX_COMPILATION_CACHE_DIR=runs/compiled python scripts/train_pocket.py --out runs/pocket \\

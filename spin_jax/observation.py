@@ -72,8 +72,10 @@ def observe_own(
         own_ids = jnp.where(own, ids, -1)
     else:
         own_ids = ids
-    largest = float(jnp.finfo(state.V.dtype).max)
-    scores = jnp.where((scores > LOWEST) & (jnp.abs(scores) <= largest), scores, -jnp.inf)
+    if cfg.reduction == "A2" or state.V.dtype != jnp.float32:
+        # The update itself passes over what float32 cannot hold: one pass over the scores less.
+        largest = float(jnp.finfo(state.V.dtype).max)
+        scores = jnp.where((scores > LOWEST) & (jnp.abs(scores) <= largest), scores, -jnp.inf)
     if cfg.reduction == "A2":
         slot = (ids * size)[..., None] + jnp.arange(size)[None, None]
         scored = scores.reshape(*ids.shape, size)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int32
 
 from models.config import ModelConfig
 from models.hyper import mixing, read_streams, write_streams
-from models.layers import F32, rms_norm
+from models.layers import F32, embed, rms_norm
 from models.model import head_logits, mtp_streams
 from models.moe import every_expert, route, shared_expert
 from models.training.attention import SequencePlan, attend_sequences, plan_sequences
@@ -62,7 +62,7 @@ def forward_sequences(
     plan = plan_sequences(tokens.shape[1], cfg, cfg.layer_ratios)
     run = jax.checkpoint(_block, static_argnums=(4, 5, 6)) if remat else _block
     streams = jnp.broadcast_to(
-        params["embed"][tokens][:, :, None], (*tokens.shape, cfg.hc_mult, cfg.hidden_size)
+        embed(params["embed"], tokens)[:, :, None], (*tokens.shape, cfg.hc_mult, cfg.hidden_size)
     )
     index, loads = [], []
     for p, ratio in zip(params["layers"], cfg.layer_ratios, strict=True):

@@ -1,0 +1,30 @@
+"""Attention over groups of rows with a sink: both layouts against numpy."""
+
+import numpy as np
+import pytest
+
+from models import attention
+
+
+@pytest.mark.parametrize("attend", [attention._attend_on_cpu, attention._attend_on_gpu])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_attention_with_a_sink(attend, rows):
+    rng = np.random.default_rng(rows)
+    B, H, d = 2, 4, 16
+
+    def normal(*shape):
+        return rng.standard_normal(shape).astype(np.float32)
+
+    q, sink = normal(B, rows, H, d), normal(H)
+    shared, own = normal(B, 7, d), normal(B, rows, 5, d)
+    masks = [rng.random((B, rows, m)) < 0.6 for m in (7, 5)]
+    masks[0][0] = masks[1][0] = False  # a request that sees nothing but the sink
+    groups = [
+        attention._Group(values, mask) for values, mask in zip((shared, own), masks, strict=True)
+    ]
+    got = np.asarray(attend(q, groups, sink))
+    for b, t, h in np.ndindex(B, rows, H):
+        vectors = np.concatenate((shared[b][masks[0][b, t]], own[b, t][masks[1][b, t]]))
+        e = np.exp(vectors.astype(np.float64) @ q[b, t, h] / np.sqrt(d))
+        expected = e @ vectors / (e.sum() + np.exp(float(sink[h])))
+        np.testing.assert_allclose(got[b, t, h], expected, rtol=1e-5, atol=1e-6)
