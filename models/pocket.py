@@ -39,7 +39,7 @@ def pocket_weights() -> Path:
 
 
 def pocket_config() -> ModelConfig:
-    """4.3M parameters: two sliding layers, three CSA, one HCA, and the MTP block."""
+    """4.4M parameters: two sliding layers, three CSA, one HCA, and the MTP block."""
     return ModelConfig(
         vocab_size=256,
         hidden_size=256,
