@@ -118,7 +118,6 @@ def warm_up(
     # The first token comes from prefill, the second from decoding.
     for _ in range(2):
         next(stream)
-    stream.close()
 
 
 def run_modes(
