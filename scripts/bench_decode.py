@@ -171,6 +171,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     gpu.add_argument("--dtype", choices=command.DTYPES, default="bfloat16", help="(%(default)s)")
     gpu.add_argument("--bandwidth", type=float, default=4.3, metavar="TB/S",
                      help="of the card, for the share with all experts (%(default)s)")  # fmt: skip
+    gpu.add_argument("--draft-length", type=int, default=0, metavar="d",
+                     help="also with drafts: all-keep and the first sparsity")  # fmt: skip
+    gpu.add_argument("--acceptance", type=float, default=2.4, metavar="N",
+                     help="tokens a verification, forced (%(default)s)")  # fmt: skip
     gpu.add_argument("--plan", action="store_true",
                      help="only the table of bytes, and lower every loop")  # fmt: skip
     return parser.parse_args(argv)

@@ -8,9 +8,11 @@ the same loop with slots that are not scored.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
+import bench_forced
 import bench_loop
 import jax
 import jax.numpy as jnp
@@ -35,10 +37,12 @@ def model_config(args: Any) -> ModelConfig:
     return shrink(cfg, layers=args.layers, experts=experts)
 
 
-def byte_table(cfg: ModelConfig, state: Any, dtype: Any, spin_states: int) -> dict[str, int]:
+def byte_table(
+    cfg: ModelConfig, state: Any, dtype: Any, spin_states: int, *, mtp: bool = False
+) -> dict[str, int]:
     """Bytes of everything that stays in memory, from shapes alone."""
     table: dict[str, int] = dict.fromkeys([*_GROUPS, "other weights"], 0)
-    specs = {**param_specs(cfg), "mtp": []}
+    specs = param_specs(cfg) if mtp else {**param_specs(cfg), "mtp": []}
     for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec):
         names = {getattr(k, "key", None) for k in path}
         group = next((g for g, marks in _GROUPS.items() if names & marks), "other weights")
@@ -107,7 +111,10 @@ def flash_gpu(args: Any) -> dict[str, Any]:
         ValueError: what has to stay in memory is more than the card has.
     """
     cfg, dtype = model_config(args), jnp.dtype(args.dtype)
-    room = args.steps + 1
+    room = args.steps * (args.draft_length + 1) + 1
+    table, drafting = None, args.draft_length > 0
+    if drafting:
+        table = bench_forced.accepted_drafts(args.acceptance, args.draft_length)
     key = jax.random.key(0, impl="rbg")
 
     def make_state() -> Any:
@@ -116,9 +123,9 @@ def flash_gpu(args: Any) -> dict[str, Any]:
         )
 
     shapes = jax.eval_shape(make_state)
-    table = byte_table(cfg, shapes, dtype, len(args.sparsity))
-    total = sum(table.values())
-    for name, size in table.items():
+    bytes_kept = byte_table(cfg, shapes, dtype, len(args.sparsity), mtp=drafting)
+    total = sum(bytes_kept.values())
+    for name, size in bytes_kept.items():
         print(f"{name:28} {size / GIB:9.3f} GiB")
     print(f"{'all that stays':28} {total / GIB:9.3f} GiB of {CARD_BYTES / GIB:.0f}")
     if total > CARD_BYTES:
@@ -134,7 +141,7 @@ def flash_gpu(args: Any) -> dict[str, Any]:
         "batch": args.batch,
         "tokens": args.tokens,
         "exploration": args.exploration,
-        "bytes": table,
+        "bytes": bytes_kept,
         "bytes_total": total,
     }
     selectors: dict[str, Any] = {"fixed slots": bench_loop.FixedSlots(), "all-keep": ALL_KEEP}
@@ -143,10 +150,22 @@ def flash_gpu(args: Any) -> dict[str, Any]:
     if args.plan:
         return result | {"kernel_calls": _lower_only(cfg, dtype, shapes, selectors)}
 
-    params: Params = bench_loop.device_params(cfg, key, dtype)
-    measured = bench_loop.compare(
-        params, make_state(), cfg, selectors,
-        tokens=args.tokens, steps=args.steps, repeats=args.repeats,
+    params: Params = bench_loop.device_params(cfg, key, dtype, mtp=drafting)
+    drafted = _drafted(selectors) if drafting else []
+    state = make_state()
+
+    def more(states: dict[str, Any]) -> list[Any]:
+        return [
+            functools.partial(
+                bench_forced.lower, params, state, cfg,
+                selectors[name].for_step(first=False), states[name], args.draft_length,
+            )
+            for name in drafted
+        ]  # fmt: skip
+
+    measured, programs, state = bench_loop.compare(
+        params, state, cfg, selectors,
+        tokens=args.tokens, steps=args.steps, repeats=args.repeats, more=more,
     )  # fmt: skip
     fixed, keep = measured["fixed slots"].median, measured["all-keep"].median
     rows = []
@@ -182,7 +201,30 @@ def flash_gpu(args: Any) -> dict[str, Any]:
             flush=True,
         )
     estimate = {"formula": FORMULA, "bandwidth_tb_s": args.bandwidth}
-    return result | {"rows": rows, "all_experts_estimate": estimate}
+    drafts = []
+    for name, program in zip(drafted, programs, strict=True):
+        one = measured[name]
+        assert table is not None
+        row, state = bench_forced.measure(
+            program, params, state, cfg, one.selector_state,
+            tokens=args.tokens, steps=args.steps, repeats=args.repeats, table=table,
+        )  # fmt: skip
+        times = row["tokens_per_second"] * one.median / args.batch
+        row = {"selector": name, "draft_length": args.draft_length, **row}
+        drafts.append(row | {"times_plain": round(times, 3)})
+        print(
+            f"{name:12} with {args.draft_length} drafts {row['step_ms']:9.3f} ms a verification of "
+            f"{row['acceptance_length']:.2f} tokens  {row['tokens_per_second']:9.1f} tokens/s  "
+            f"{times:.2f} times plain",
+            flush=True,
+        )
+    result |= {"rows": rows, "all_experts_estimate": estimate}
+    return result | ({"drafts": drafts} if drafts else {})
+
+
+def _drafted(selectors: dict[str, Any]) -> list[str]:
+    """Whom to measure with drafts: all-keep, and the first SPIN."""
+    return ["all-keep", *[n for n, s in selectors.items() if isinstance(s, SpinSelector)][:1]]
 
 
 def _lower_only(

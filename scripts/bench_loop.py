@@ -6,6 +6,7 @@ import dataclasses
 import os
 import re
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
@@ -62,13 +63,16 @@ class FixedSlots:
         return state
 
 
-def device_params(cfg: ModelConfig, key: jax.Array, dtype: Any) -> Params:
-    """Random trunk parameters made on the device, leaf by leaf, nothing larger beside them.
+def device_params(cfg: ModelConfig, key: jax.Array, dtype: Any, *, mtp: bool = False) -> Params:
+    """Random parameters made on the device, leaf by leaf, nothing larger beside them.
+
+    The MTP block only on demand.
 
     Leaves of one shape share a compiled program: a model has few shapes and many leaves. ``key``
     is best of the ``rbg`` kind: quicker to compile and to draw.
     """
-    leaves, treedef = jax.tree.flatten({**param_specs(cfg), "mtp": []}, is_leaf=is_spec)
+    specs = param_specs(cfg) if mtp else {**param_specs(cfg), "mtp": []}
+    leaves, treedef = jax.tree.flatten(specs, is_leaf=is_spec)
     make = jax.jit(init_leaf, static_argnums=(0, 2, 3))
     alike = [ParamSpec(s.shape, (None,) * len(s.shape), "", s.storage, s.init) for s in leaves]
     values = [make(s, jax.random.fold_in(key, i), cfg, dtype) for i, s in enumerate(alike)]
@@ -141,12 +145,18 @@ def lower(
 def compile_loops(
     params: Params, state: DecodeState, cfg: ModelConfig, loops: list[tuple[Selector, Any]]
 ) -> list[Program]:
-    """Programs for the selectors and their states, on a GPU's host compiled side by side."""
+    """Programs for the selectors and their states."""
+    return compile_all(
+        [partial(lower, params, state.replace(selector_state=s), cfg, x) for x, s in loops]
+    )
+
+
+def compile_all(lowerings: list[Callable[[], Any]]) -> list[Program]:
+    """Programs of what the functions lower, on a GPU's host compiled side by side."""
     lowered = []
-    for selector, selector_state in loops:
+    for lowering in lowerings:
         begin = time.perf_counter()
-        lowering = lower(params, state.replace(selector_state=selector_state), cfg, selector)
-        lowered.append((lowering, time.perf_counter() - begin))
+        lowered.append((lowering(), time.perf_counter() - begin))
 
     def finish(one: tuple[Any, float]) -> Program:
         begin, processor = time.perf_counter(), time.process_time()
@@ -155,7 +165,7 @@ def compile_loops(
         return Program(compiled, one[1], passed, time.process_time() - processor)
 
     # On a CPU a single compilation uses the cores, and its own time is of interest.
-    workers = 1 if jax.default_backend() == "cpu" else len(loops)
+    workers = 1 if jax.default_backend() == "cpu" else len(lowered)
     with ThreadPoolExecutor(workers) as pool:
         return list(pool.map(finish, lowered))
 
@@ -190,18 +200,23 @@ def compare(
     tokens: int,
     steps: int,
     repeats: int,
-) -> dict[str, Measured]:
+    more: Callable[[dict[str, Any]], list[Callable[[], Any]]] = lambda states: [],
+) -> tuple[dict[str, Measured], list[Program], DecodeState]:
     """Time the steady decode loop with each selector, in turns so that all see the same machine.
 
     All share one cache, which is rewound before every dispatch. A selector with a state has had
-    its first, unpruned step, and one dispatch is not counted. ``state`` is used up.
+    its first, unpruned step, and one dispatch is not counted. ``state`` is used up; the result has
+    one to go on with. ``more`` gets the selectors' first states and says what else to lower and
+    compile beside the loops.
     """
     states = {name: start_selector(s, state, cfg) for name, s in selectors.items()}
     stateful = [name for name, s in selectors.items() if s.for_step(first=True) != s]
     loops = [(s.for_step(first=False), states[name]) for name, s in selectors.items()]
     # A first step scores everything: one program serves selectors that differ in sparsity.
     loops += [(selectors[n].for_step(first=True), states[n]) for n in stateful[:1]]
-    compiled = compile_loops(params, state, cfg, loops)
+    lowerings = [partial(lower, params, state.replace(selector_state=s), cfg, x) for x, s in loops]
+    everything = compile_all(lowerings + more(states))
+    compiled, others = everything[: len(loops)], everything[len(loops) :]
     programs = dict(zip(selectors, compiled, strict=False))
 
     def turn(name: str, program: Program, count: int) -> float:
@@ -219,7 +234,7 @@ def compare(
             passed = turn(name, program, steps)
             if repeat >= 0:
                 times[name].append(passed)
-    return {n: Measured(times[n], programs[n], states[n]) for n in selectors}
+    return {n: Measured(times[n], programs[n], states[n]) for n in selectors}, others, state
 
 
 def host_transfers(hlo: str) -> list[str]:

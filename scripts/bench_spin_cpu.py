@@ -87,7 +87,7 @@ def _row(
         cfg, jax.random.key(1, impl="rbg"), batch=batch, tokens=tokens, room=room, dtype=jnp.float32
     )
     shapes = jax.eval_shape(lambda: state)
-    measured = bench_loop.compare(
+    measured, _, _ = bench_loop.compare(
         params,
         state,
         cfg,

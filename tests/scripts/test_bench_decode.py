@@ -6,6 +6,7 @@ import math
 import bench
 import bench_decode
 import bench_flash_gpu
+import bench_forced
 import bench_loop
 import bench_spin_cpu
 import jax
@@ -34,7 +35,8 @@ def test_flash_gpu_case_at_tiny_size(tmp_path, capsys):
     out = tmp_path / "new" / "decode.json"
     result = run(
         capsys, "--case", "flash-gpu", *TINY, "--tokens", "2100", "--batch", "2", "--steps", "3",
-        "--repeats", "2", "--sparsity", "0.5", "--out", str(out),
+        "--repeats", "2", "--sparsity", "0.5", "--draft-length", "2", "--acceptance", "1.6",
+        "--out", str(out),
     )  # fmt: skip
     assert json.loads(out.read_text()) == result
     assert {"hardware", "versions", "commit", "date", "load_average_before"} <= set(result)
@@ -49,6 +51,15 @@ def test_flash_gpu_case_at_tiny_size(tmp_path, capsys):
         # The whole step needs less room than the smallest leaf that grows with the context.
         leaf = 2 * 525 * CFG.index_head_dim * 4
         assert row["temporary_gib"] * 2**30 < 8 * leaf
+    drafts = {r["selector"]: r for r in case["drafts"]}
+    assert set(drafts) == {"all-keep", "SPIN 0.5"}
+    for name, row in drafts.items():
+        # Places 0 and 1 of the table, three steps from each: 0, 1, 0 and 1, 0, 1 drafts accepted.
+        assert row["acceptance_length"] == pytest.approx(1.5)
+        speed = 2e3 * 1.5 / row["step_ms"]
+        assert row["tokens_per_second"] == pytest.approx(speed, rel=1e-2)
+        plain = rows[name]["tokens_per_second"]
+        assert row["times_plain"] == pytest.approx(speed / plain, rel=2e-2)
     # 9 blocks, of which ceil(9 / 2) are scored in 3 x 3 steady steps, and all in the first.
     assert rows["SPIN 0.5"]["realized_sparsity"] == pytest.approx(1 - (9 + 9 * 5) / 90, abs=1e-4)
 
@@ -156,6 +167,7 @@ def test_mistakes_are_one_line_and_exit_code_2(capsys):
     for argv, message in (
         (["--case", "flash-gpu", "--plan", "--experts", "256"], "GiB do not fit the card's 139"),
         (["--steps", "0"], "error: --steps is 0; it must be at least 1"),
+        (["--case", "flash-gpu", "--draft-length", "1"], "--acceptance 2.4 is not between 1 and 2"),
         (["--case", "flash-gpu", "--plan", "--sparsity", "1"], "error: sparsity is 1"),
     ):
         with pytest.raises(SystemExit) as stopped:
@@ -171,3 +183,11 @@ def test_help_has_examples(capsys):
     text = capsys.readouterr().out
     assert "examples:" in text and "python scripts/bench.py decode --case" in text
     assert set(bench_decode.CASES) == set(bench_decode.STEPS)
+
+
+@pytest.mark.parametrize("tokens,draft_length", [(2.4, 3), (1, 1), (4, 3), (1.5, 2)])
+def test_forced_acceptance_has_the_mean_that_is_asked_for(tokens, draft_length):
+    table = np.asarray(bench_forced.accepted_drafts(tokens, draft_length))
+    assert table.mean() + 1 == pytest.approx(tokens)
+    assert table.min() >= 0 and table.max() <= draft_length
+    assert np.ptp(table) <= 1
