@@ -101,14 +101,12 @@ def add_draft_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--draft-mask",
         choices=["union", "row0"],
-        default=defaults.mask,
-        help="blocks of a draft's rows: each its own, read together, or row 0's (%(default)s)",
+        help=f"blocks of a draft's rows: each its own, read together, or row 0's ({defaults.mask})",
     )
     group.add_argument(
         "--draft-update",
         choices=["prefix", "row0"],
-        default=defaults.update,
-        help="rows that SPIN remembers: all that stand, or row 0 (%(default)s)",
+        help=f"rows that SPIN remembers: all that stand, or row 0 ({defaults.update})",
     )
 
 
@@ -122,9 +120,20 @@ def selector_from(args: argparse.Namespace, steps: int) -> Selector:
     )
     if args.diagnose and not args.sparsity:
         raise ValueError("--diagnose measures what pruning misses; give a --sparsity above 0")
+    draft = {k: v for k in ("mask", "update") if (v := getattr(args, f"draft_{k}", None))}
+    for option in draft:
+        if not args.draft_length:
+            raise ValueError(
+                f"--draft-{option} says how SPIN treats the rows of a draft, and nothing is "
+                "drafted; give a --draft-length of 1 or more"
+            )
+        if not args.sparsity:
+            raise ValueError(
+                f"--draft-{option} says how SPIN treats the rows of a draft, and all blocks are "
+                "kept; give a --sparsity above 0"
+            )
     if not args.sparsity:
         return ALL_KEEP
-    draft = {k: v for k in ("mask", "update") if (v := getattr(args, f"draft_{k}", None))}
     return SpinSelector(config, diagnose=max(steps, 1) if args.diagnose else 0, **draft)
 
 

@@ -161,6 +161,16 @@ def test_drafts_report_what_was_accepted(folder, capsys):
     assert "draft_length is -1" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", [["--draft-mask", "union"], ["--draft-update", "row0"]])
+def test_policies_of_drafts_need_drafts_and_spin(capsys, option):
+    base = ["--prompt", "hello", "--max-new-tokens", "2", *option]
+    assert generate.main([*base, "--sparsity", "0.4"]) == 2
+    error = capsys.readouterr().err
+    assert option[0] in error and "give a --draft-length of 1 or more" in error
+    assert generate.main([*base, "--draft-length", "2"]) == 2
+    assert "give a --sparsity above 0" in capsys.readouterr().err
+
+
 def test_a_prompt_streams_the_text_that_it_reports(folder, capsys):
     options = ["--prompt", "hello", "--stream", "--json", *SAME]
     assert generate.main(["--checkpoint", str(folder / "model"), *options]) == 0
