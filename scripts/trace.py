@@ -56,6 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     record.add_argument("--draft-length", type=int, default=0, metavar="d")
     record.add_argument("--temperature", type=float, default=0.0)
     record.add_argument("--seed", type=int, default=0)
+    record.add_argument("--ignore-eos", action="store_true", help="go on to --max-new-tokens")
     record.add_argument("--dtype", choices=list(command.DTYPES), help=command.DTYPE_HELP)
     record.add_argument("--chunk", type=int, default=PREFILL_CHUNK, help="of prefill")
     record.add_argument("--out", required=True, metavar="FILE", help=".npz to write")
@@ -70,6 +71,8 @@ def main(argv: list[str] | None = None) -> int:
     again.add_argument("--exploration", type=float, default=SpinConfig().exploration)
     again.add_argument("--policy", choices=["random", "none", "staleness", "age"], default="random")
     again.add_argument("--reduction", choices=["A0", "A1", "A2"], default="A1")
+    again.add_argument("--pooling", choices=["max", "top4", "mean"], default="max")
+    again.add_argument("--decay", type=float, default=SpinConfig().decay, metavar="A")
     again.add_argument("--block-size", type=int, default=SpinConfig().block_size, metavar="b")
     again.add_argument("--seed", type=int, default=0)
     again.add_argument("--json", action="store_true", help="end with one line of JSON")
@@ -110,7 +113,12 @@ def _record(args: argparse.Namespace) -> None:
         chunk=args.chunk,
         draft_length=args.draft_length,
     )
-    answers = session.turn(prompts, args.max_new_tokens, stop=[])
+    answers = session.turn(prompts, args.max_new_tokens, stop=[] if args.ignore_eos else None)
+    if max(map(len, answers)) < 2:
+        raise ValueError(
+            "every answer ended with its first token, which comes of prefill, so no indexer was "
+            "asked in decoding; pass --ignore-eos or another prompt"
+        )
     trace = trace_of(session.selector_state, session.cache, cfg.index_topk)
     command.write_npz(args.out, {"version": VERSION} | trace._asdict())
     layers, batch, steps, rows = trace.q.shape[:4]
@@ -155,6 +163,8 @@ def _replay(args: argparse.Namespace) -> None:
         exploration=args.exploration,
         policy=args.policy,
         reduction=args.reduction,
+        pooling=args.pooling,
+        decay=args.decay,
     )
     rows = compare(trace, args.sparsity, config, args.seed)
     if args.json:

@@ -16,6 +16,7 @@ from models.cache import init_cache
 from models.generate import Session
 from models.model import forward
 from models.presets import shrink, tiny_config
+from models.sampling import Sampling
 from spin_jax import SpinConfig, SpinSelector, recorded_miss, savings
 from spin_jax.trace import RecordingSelector, replay, trace_of
 
@@ -47,7 +48,14 @@ def recorded(params, prompts):
         NEW, DRAFT + 1, CFG.index_n_heads, CFG.index_head_dim, SpinSelector(SPIN)
     )
     session = Session(
-        params, CFG, batch=2, max_len=100 + NEW, chunk=32, draft_length=DRAFT, selector=selector
+        params,
+        CFG,
+        batch=2,
+        max_len=100 + NEW + 1,
+        chunk=32,
+        draft_length=DRAFT,
+        selector=selector,
+        sampling=Sampling(1.0),
     )
     answers = session.turn(prompts, [NEW, NEW - 3], stop=[])
     return session, answers, trace_of(session.selector_state, session.cache, CFG.index_topk)
@@ -73,7 +81,7 @@ def test_the_command_records_and_replays(params, prompts, tmp_path, capsys, monk
     np.save(tmp_path / "ids.npy", prompts)
     out = str(tmp_path / "trace.npz")
     options = ["--ids", str(tmp_path / "ids.npy"), "--max-new-tokens", str(NEW), "--chunk", "32"]
-    options += ["--draft-length", str(DRAFT), "--out", out, "--json"]
+    options += ["--draft-length", str(DRAFT), "--out", out, "--json", "--ignore-eos"]
     assert trace_command.main(["record", *options]) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert report["layers"] == 1 and 1 < report["acceptance_length"] < DRAFT + 1
@@ -99,6 +107,46 @@ def test_the_command_records_and_replays(params, prompts, tmp_path, capsys, monk
     saved = savings(states, config, CFG.index_head_dim, "float32")
     assert rows[0]["realized_sparsity"] == saved.realized_sparsity > 0.3
     assert all(0 <= row["miss_mean"] <= row["miss_p99"] <= 1 for row in rows)
+
+
+def test_a_record_ends_with_the_answers(params, prompts, recorded, tmp_path, capsys, monkeypatch):
+    """With EOS, and beyond it only where that is asked for."""
+    monkeypatch.setattr(trace_command.command, "load_model", lambda *_: (params, CFG))
+    np.save(tmp_path / "ids.npy", prompts)
+    out = str(tmp_path / "trace.npz")
+    options = ["--ids", str(tmp_path / "ids.npy"), "--max-new-tokens", str(NEW + 1), "--out", out]
+    # The programs of the recorded run again.
+    options += ["--chunk", "32", "--draft-length", str(DRAFT), "--temperature", "1", "--json"]
+    options += ["--sparsity", "0.5", "--block-size", "4", "--policy", "none"]
+    [end], early = CFG.eos_token_ids, 0
+    for seed in range(4):
+        answers = []
+        for extra in (["--ignore-eos"], []):
+            assert trace_command.main(["record", *options, "--seed", str(seed), *extra]) == 0
+            answers.append(json.loads(capsys.readouterr().out.splitlines()[-1])["tokens"])
+            lengths = trace_command.load_trace(out).num_rows.sum(axis=1)
+            assert lengths.tolist() == [len(answer) - 1 for answer in answers[-1]]
+        whole, cut = answers
+        assert [len(a) for a in whole] == [NEW + 1] * 2
+        assert cut == [(a[: a.index(end) + 1] if end in a else a) for a in whole]
+        early += cut != whole
+    assert early
+
+    monkeypatch.setattr(trace_command.Session, "turn", lambda *_, **__: [[end], [end]])
+    assert trace_command.main(["record", *options]) == 2
+    assert "pass --ignore-eos or another prompt" in capsys.readouterr().err
+
+
+def test_a_replay_is_of_the_policy_that_the_options_name(recorded, tmp_path, monkeypatch):
+    out = str(tmp_path / "trace.npz")
+    trace_command.command.write_npz(out, {"version": 1} | recorded[2]._asdict())
+    seen = []
+    monkeypatch.setattr(trace_command, "compare", lambda *args: seen.append(args))
+    options = ["--pooling", "mean", "--decay", "0.9", "--reduction", "A2", "--policy", "age"]
+    assert trace_command.main(["replay", "--trace", out, "--sparsity", "0.3", *options]) == 0
+    assert trace_command.main(["replay", "--trace", out]) == 0
+    wanted = SpinConfig(pooling="mean", decay=0.9, reduction="A2", policy="age")
+    assert [config for _, _, config, _ in seen] == [wanted, SpinConfig()]
 
 
 def test_mistakes_are_named(recorded, tmp_path, capsys):
