@@ -8,7 +8,8 @@ what drafting costs there, not what it saves where reading weights is the cost.
 The pocket model (no --checkpoint) gets held-out prompts of its own tasks in turn, other models
 random tokens. Nothing ends an answer: the pocket model answers the question, and after the newline
 writes on in the words of its filler, for it was never trained to ask questions. ``right_answers``
-is the share of texts that begin with the right answer, ``texts`` what all-keep's drafts gave.
+is the share of texts that begin with the right answer, ``same_tokens`` the share of tokens that
+plain all-keep has at the same place, ``texts`` what all-keep's drafts gave.
 """
 
 from __future__ import annotations
@@ -82,6 +83,7 @@ def _measure(args: argparse.Namespace, argv: list[str]) -> None:
     if not cfg.csa_layers:
         raise ValueError("this model has no CSA layer, so no indexer to measure")
     recording = RecordingSelector(args.steps, rows, cfg.index_n_heads, cfg.index_head_dim)
+    plain: list[list[int]] = []
 
     def run(selector: Any, draft_length: int) -> tuple[Session, dict[str, Any], list[bytes]]:
         session = Session(
@@ -112,6 +114,10 @@ def _measure(args: argparse.Namespace, argv: list[str]) -> None:
         if samples:
             right = [t.startswith(s.answers[0]) for t, s in zip(texts, samples, strict=True)]
             row["right_answers"] = float(np.mean(right))
+        if plain:
+            row["same_tokens"] = float(np.mean(np.equal(answers, plain)))
+        else:
+            plain.extend(answers)
         print(row, flush=True)
         return session, row, texts
 

@@ -56,6 +56,7 @@ def test_the_report_is_of_every_policy_at_every_sparsity(tmp_path, capsys, monke
     plain, drafted, *spin = report["live"]
     assert "acceptance_length" not in plain and "realized_sparsity" not in drafted
     assert [(r["mask"], r["update"]) for r in spin] == list(bench_drafts.LIVE)
+    assert "same_tokens" not in plain and drafted["same_tokens"] == 1
     for row in (drafted, *spin):
         assert 1 <= row["acceptance_length"] <= 4 and 0 <= row["draft_acceptance_rate"] <= 1
         assert "right_answers" not in row
