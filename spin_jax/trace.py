@@ -178,14 +178,15 @@ def _replay_layer(
     selector: SpinSelector,
     top_k: int,
 ) -> SpinLayer:
-    def step(selector: SpinSelector, state: SpinLayer, asked: Any) -> SpinLayer:
+    # Room for all blocks at every step, not only the first: the miss scores them all anyhow, and
+    # compiling one program in place of two is most of what a replay takes.
+    selector = selector.for_step(first=True)
+
+    def step(state: SpinLayer, asked: Any) -> tuple[SpinLayer, None]:
         q, w, num_slots, num_rows = asked
         query = IndexQuery(q, w)
         _, seen = selector.select(query, IndexKeys(keys), num_slots, state, top_k=top_k)
-        return selector.commit(state, seen, num_rows)
+        return selector.commit(state, seen, num_rows), None
 
     asked = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), (q, w, num_slots, num_rows))
-    first, later = (jax.tree.map(lambda x, p=p: x[p], asked) for p in (0, slice(1, None)))
-    state = step(selector.for_step(first=True), state, first)
-    steady = selector.for_step(first=False)
-    return jax.lax.scan(lambda s, a: (step(steady, s, a), None), state, later)[0]
+    return jax.lax.scan(step, state, asked)[0]
