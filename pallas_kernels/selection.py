@@ -60,8 +60,8 @@ def select_blocks(
 
 def _unsupported(V: jax.Array, block_size: int) -> str | None:
     slots = V.shape[1]
-    if block_size % 8 or slots % 2:
-        return f"block_size={block_size} is not a multiple of 8, or {slots} slots are not even"
+    if block_size not in (32, 64, 128):
+        return f"block_size={block_size} is not 32, 64 or 128"
     if -(-slots // block_size) > MAX_BLOCKS:
         return f"{slots} slots are more than {MAX_BLOCKS} blocks of {block_size}"
     return None

@@ -1,12 +1,18 @@
 """Benchmarks: ``bench.py kernels`` times the indexer's and SPIN's operations on a GPU,
-``bench.py decode`` the whole decode loop, ``bench.py drafts`` speculative decoding."""
+``bench.py decode`` the whole decode loop, ``bench.py drafts`` speculative decoding and
+``bench.py verify`` what a draft's rows cost in scoring."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 
-SUBCOMMANDS = {"kernels": "bench_kernels", "decode": "bench_decode", "drafts": "bench_drafts"}
+SUBCOMMANDS = {
+    "kernels": "bench_kernels",
+    "decode": "bench_decode",
+    "drafts": "bench_drafts",
+    "verify": "bench_verify",
+}
 
 
 def main(argv: list[str]) -> None:

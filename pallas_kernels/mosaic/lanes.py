@@ -261,6 +261,46 @@ def store_warp_maxima(values: jax.Array, layout: Any, scratch: Any) -> None:
     store(values, scratch)
 
 
+def store_chunk_maxima(values: jax.Array, scratch: Any) -> None:
+    """``scratch[i]`` = the maximum of elements 32 i to 32 i + 31 of a coalesced float32 array.
+
+    Chunks belong to warps, so each is one reduction; no barrier. NaN is not expected.
+    """
+    if interpreted():
+        scratch[...] = jnp.max(values.reshape(-1, 32), axis=1)
+        return
+    # The hardware reduces integers: the order of floats, and back.
+    bits = jax.lax.bitcast_convert_type(values, jnp.int32)
+    keys = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+    @plgpu.inline_mgpu(arg_types=(coalesced(values.shape[0]), plgpu.RefType()))
+    def store(_, keys, scratch):
+        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        c = lambda value: mgpu.utils.c(value, i32)  # noqa: E731
+        thread = mgpu.utils.thread_idx()
+        lane = arith.andi(thread, c(31))
+        warp = arith.andi(arith.shrui(thread, c(5)), c(WARPS - 1))
+        registers = [lane_ for _, r in _each(keys.registers) for lane_ in _lanes(r)]
+        for first in range(0, len(registers), 32):
+            # Lane i keeps the maximum of the warp's i-th chunk, so that one store serves 32.
+            mine = c(0)
+            for i, register in enumerate(registers[first : first + 32]):
+                highest = nvvm.redux_sync(register, nvvm.ReductionKind.MAX, c(0xFFFFFFFF))
+                is_mine = arith.cmpi(arith.CmpIPredicate.eq, lane, c(i))
+                mine = arith.select(is_mine, highest, mine)
+            negative = arith.cmpi(arith.CmpIPredicate.slt, mine, c(0))
+            mine = arith.select(negative, arith.xori(mine, c(0x7FFFFFFF)), mine)
+            chunk = arith.addi(arith.muli(arith.addi(lane, c(first)), c(WARPS)), warp)
+            written = arith.cmpi(arith.CmpIPredicate.ult, lane, c(min(32, len(registers) - first)))
+            branch = scf.IfOp(written)
+            with ir.InsertionPoint(branch.then_block):
+                at = arith.index_cast(ir.IndexType.get(), chunk)
+                memref.store(arith.bitcast(f32, mine), scratch, [at])
+                scf.YieldOp([])
+
+    store(keys, scratch)
+
+
 def _tree(combine: Callable[..., ir.Value], values: list[ir.Value]) -> ir.Value:
     while len(values) > 1:
         pairs = [combine(a, b) for a, b in zip(values[::2], values[1::2], strict=False)]

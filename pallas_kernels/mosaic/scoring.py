@@ -23,23 +23,9 @@ BLOCK = 64
 """Slots a key block of the kernel: the rows of one wgmma."""
 RING_BYTES = 32 * 1024
 """Key blocks in flight in each thread block; four or five of those fit a multiprocessor."""
-MULTIPROCESSORS = 132
-SHARED_BYTES = 227 * 1024
-"""Of a multiprocessor of an H100 or H200, for the thread blocks that are resident on it."""
+THREAD_BLOCKS = 4 * 132
+"""As many are resident at once on an H100 or H200."""
 LONGEST_RUN = 16
-PROLOGUE = 2
-"""What a thread block does before its first block is there, in blocks."""
-
-
-def run_length(batch: int, capacity: int, shared_bytes: int) -> int:
-    """Blocks a thread block scores: waves of equal runs that leave little of the last one idle."""
-    resident = MULTIPROCESSORS * max(1, SHARED_BYTES // (shared_bytes + 1024))
-
-    def cost(run: int) -> int:
-        waves = -(-batch * -(-capacity // run) // resident)
-        return waves * (run + PROLOGUE)
-
-    return min(range(4, LONGEST_RUN + 1), key=cost)
 
 
 def index_scores_mosaic(
@@ -79,7 +65,8 @@ def _score(
     capacity = slots // BLOCK if ids is None else ids.shape[1]
     item = jnp.dtype(keys.dtype).itemsize
     stages = RING_BYTES // (BLOCK * width * item)
-    run = run_length(batch, capacity, RING_BYTES + rows * heads * width * item)
+    # One wave where that keeps runs short; otherwise several, which evens out unequal progress.
+    run = min(LONGEST_RUN, max(4, -(-batch * capacity // THREAD_BLOCKS)))
     swizzled = (plgpu.TilingTransform((8, 128 // item)), plgpu.SwizzleTransform(128))
     scaled = key_scales is not None
     row_layout, column_layout = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)

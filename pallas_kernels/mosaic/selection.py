@@ -6,6 +6,7 @@ for a threshold, and a prefix sum that numbers the selected blocks in ascending 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -17,8 +18,8 @@ from pallas_kernels.compat import mosaic_kernel
 from pallas_kernels.mosaic import lanes
 from pallas_kernels.ordering import NEVER, ordered_keys
 
-POOLED = 64
-"""Blocks pooled by one thread block."""
+POOLED = 4096
+"""Slots pooled by one thread block."""
 HIGHEST = int(jnp.iinfo(jnp.int32).max)
 
 
@@ -42,32 +43,38 @@ def pool_blocks_mosaic(
 ) -> jax.Array:
     """``S_j`` of the blocks that hold a visible slot; the others are not written."""
     batch, slots = V.shape
-    tiles = -(-slots // (POOLED * block_size))
-    layout = plgpu.Layout.WGMMA
+    tiles = -(-slots // POOLED)
+    chunks, blocks = block_size // 32, POOLED // block_size
+    layout = lanes.coalesced(POOLED)
+    few = lanes.coalesced(lanes.THREADS)
 
-    def pool_blocks(V_ref, D_ref, num_ref, out_ref):
+    def pool_blocks(V_ref, D_ref, num_ref, out_ref, maxima):
         row, tile = jax.lax.axis_index("row"), jax.lax.axis_index("tile")
         visible = num_ref[row]
 
         def pool():
-            shape = (POOLED, block_size)
-            block = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
-            within = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
-            slot = (tile * POOLED + block) * block_size + within
+            slot = tile * POOLED + lanes.iota(POOLED, layout)
             seen = slot < visible
             at = jnp.where(seen, slot, 0)
-            by_slot = lanes.gather(V_ref.at[row], at, layout, consecutive=2)
+            by_slot = lanes.gather(V_ref.at[row], at, layout)
             at = jnp.where(seen, slots - visible + slot, 0)
             by_distance = lanes.gather(D_ref.at[row], at, layout)
             best = jnp.maximum(by_slot.astype(jnp.float32), by_distance.astype(jnp.float32))
-            pooled = jnp.max(jnp.where(seen, best, -jnp.inf), axis=1)
-            out_ref[row, pl.ds(tile * POOLED, POOLED)] = pooled
+            lanes.store_chunk_maxima(jnp.where(seen, best, -jnp.inf), maxima)
+            lanes.meet()
+            block = lanes.iota(lanes.THREADS, few)
+            first = jnp.minimum(block, blocks - 1) * chunks
+            parts = [lanes.gather(maxima, first + i, few) for i in range(chunks)]
+            pooled = functools.reduce(jnp.maximum, parts)
+            target = [(out_ref.at[row], pooled)]
+            lanes.scatter(target, tile * blocks + block, block < blocks, few, fence="none")
 
-        pl.when(tile * (POOLED * block_size) < visible)(pool)
+        pl.when(tile * POOLED < visible)(pool)
 
     kernel = mosaic_kernel(
         pool_blocks,
-        out_type=jax.ShapeDtypeStruct((batch, tiles * POOLED), jnp.float32),
+        out_type=jax.ShapeDtypeStruct((batch, tiles * blocks), jnp.float32),
+        scratch_types=[plgpu.SMEM((POOLED // 32,), jnp.float32)],
         grid=(batch, tiles),
         grid_names=("row", "tile"),
     )

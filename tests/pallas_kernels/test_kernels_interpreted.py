@@ -41,19 +41,19 @@ def test_top_k_slots(grouped, monkeypatch):
 
 
 def test_select_blocks():
-    capacity = 20
+    capacity = 60
     rng = np.random.default_rng(0)
-    cases = [selection_case(rng, 768, 8, ties) for ties in (False, True) * 3]
+    cases = [selection_case(rng, 4800, 32, ties) for ties in (False, True) * 3]
     arguments = [np.stack(x) for x in zip(*cases, strict=True)]
     arguments[2:5] = [x.astype(np.int32) for x in arguments[2:5]]
     ids, count = interpret(
         lambda *x: pallas_kernels.select_blocks(
-            *x, block_size=8, capacity=capacity, implementation="mosaic"
+            *x, block_size=32, capacity=capacity, implementation="mosaic"
         ),
         *arguments,
     )
     for b, case in enumerate(cases):
-        assert (ids[b].tolist(), int(count[b])) == brute_force.select_blocks(*case, 8, capacity)
+        assert (ids[b].tolist(), int(count[b])) == brute_force.select_blocks(*case, 32, capacity)
 
 
 @pytest.mark.parametrize("mapped", [False, True])

@@ -91,28 +91,30 @@ def test_top_k_slots_of_blocks_for_several_rows():
     np.testing.assert_array_equal(got, expected)
 
 
-def selection(slots, dtype, ties):
+def selection(slots, dtype, size, ties):
     rng = np.random.default_rng(slots)
     B = 8
     V, D_rev = rng.normal(size=(2, B, slots)) if not ties else rng.integers(-2, 3, (2, B, slots))
     V, D_rev = jnp.asarray(V, dtype), jnp.asarray(D_rev, dtype)
     N = np.array([slots, slots - 1, slots // 2 + 7, 64, 1, 0, slots - 63, 300], np.int32)
-    active = -(-N // 64)
+    active = -(-N // size)
     budget = np.maximum(np.minimum(active, 2), (active * 6 + 9) // 10)
     budget[1] = active[1]
     explore = np.minimum(budget // 20, budget - np.minimum(active, 2))
-    priority = rng.integers(0, 3 if ties else 2**32, (B, slots // 64), dtype=np.uint32)
+    priority = rng.integers(0, 3 if ties else 2**32, (B, slots // size), dtype=np.uint32)
     return V, D_rev, N, budget.astype(np.int32), explore.astype(np.int32), priority
 
 
 @pytest.mark.parametrize("ties", [False, True])
-@pytest.mark.parametrize("slots,dtype", [(8192, "bfloat16"), (131072, "float32")])
-def test_select_blocks(slots, dtype, ties):
-    arguments = selection(slots, dtype, ties)
-    for capacity in (slots // 64, slots * 3 // 320):
+@pytest.mark.parametrize(
+    "slots,dtype,size", [(8192, "bfloat16", 32), (8256, "float32", 64), (131072, "float32", 64)]
+)
+def test_select_blocks(slots, dtype, size, ties):
+    arguments = selection(slots, dtype, size, ties)
+    for capacity in (slots // size, slots * 3 // (5 * size)):
         got, expected = both(
             lambda *x, capacity=capacity, implementation: pallas_kernels.select_blocks(
-                *x, block_size=64, capacity=capacity, implementation=implementation
+                *x, block_size=size, capacity=capacity, implementation=implementation
             ),
             *arguments,
         )
