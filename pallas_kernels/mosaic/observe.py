@@ -15,10 +15,11 @@ from pallas_kernels.compat import mosaic_kernel
 from pallas_kernels.mosaic.ema import Update
 from pallas_kernels.mosaic.topk import WARPGROUPS, Ranking, rank_row
 
-TILE = 1024
+TILE = 512
 """Slots a warpgroup updates at a time."""
-THREAD_BLOCKS = 2 * 132
-"""As many fit an H100 or H200 at once: the rows of top-K, and the rest for the update."""
+THREAD_BLOCKS = 132
+"""One for each multiprocessor of an H100 or H200: the rows of top-K, and the rest for the update.
+Two would fit, but an update beside top-K on one multiprocessor slows it down."""
 
 
 def top_k_and_observe_mosaic(
