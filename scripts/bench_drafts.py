@@ -7,7 +7,7 @@ what drafting costs there, not what it saves where reading weights is the cost.
 
 The pocket model (no --checkpoint) gets held-out prompts of its own tasks in turn, other models
 random tokens. Nothing ends an answer: the pocket model answers the question, and after the newline
-writes on in the words of its filler, for it was never trained to ask questions. ``right_answers``
+writes on in filler it knows by heart, for it was never trained to ask questions. ``right_answers``
 is the share of texts that begin with the right answer, ``same_tokens`` the share of tokens that
 plain all-keep has at the same place, ``texts`` what all-keep's drafts gave.
 """
