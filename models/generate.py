@@ -353,9 +353,13 @@ def compiled_program(function: Any, args: tuple[Any, ...], **static: Any) -> Any
         except BaseException as error:
             # Those who wait see the error too; who asks later tries again.
             with _PROGRAMS_LOCK:
-                _PROGRAMS.pop(name, None)
+                if _PROGRAMS.get(name) is program:
+                    del _PROGRAMS[name]
             program.set_exception(error)
-    return program.result()
+    try:
+        return program.result()
+    finally:
+        del program  # or an error's traceback, which holds this frame, keeps the arguments alive
 
 
 def _stop_rows(stop: Sequence[int] | Sequence[Sequence[int]], batch: int) -> np.ndarray:

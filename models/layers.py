@@ -57,7 +57,8 @@ def _embed_backward(kept: tuple[Array, Array], gradient: Array) -> tuple[Array, 
     if table.shape[0] <= SMALL_VOCABULARY:
         chosen = jax.nn.one_hot(tokens, table.shape[0], dtype=rows.dtype)
         return einsum("nv,nd->vd", chosen, rows).astype(table.dtype), None
-    return jnp.zeros_like(table).at[tokens].add(rows.astype(table.dtype)), None
+    total = jnp.zeros(table.shape, F32).at[tokens].add(rows.astype(F32))
+    return total.astype(table.dtype), None
 
 
 embed.defvjp(_embed_forward, _embed_backward)

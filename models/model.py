@@ -82,7 +82,7 @@ def forward(
         )
     plan = plan_step(cache.length, num_new, tokens.shape[1], cache.max_draft, cfg, cfg.layer_ratios)
 
-    embedded = params["embed"][tokens]
+    embedded = embed(params["embed"], tokens)
     streams = jnp.broadcast_to(embedded[:, :, None], (*tokens.shape, cfg.hc_mult, cfg.hidden_size))
     layers, observations, traces = [], [], []
     for i, ratio in enumerate(cfg.layer_ratios):

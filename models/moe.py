@@ -113,7 +113,8 @@ def _grouped_experts(
 
 
 def _strategy(tokens: int, chosen: int, experts: int) -> Any:
-    """What moves the fewest bytes; a fetched matrix is read, written and read again."""
+    """What costs least: a fetched matrix is read, written and read again, and XLA's grouped product
+    multiplies every pair's row by all experts outside TPUs, where it also copies the rows."""
     if 3 * tokens * chosen <= experts:
         return _gathered_experts
     if tokens <= BANDWIDTH_BOUND or experts <= 4 * chosen:

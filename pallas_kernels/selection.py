@@ -36,7 +36,7 @@ def select_blocks(
         explore: How many of them, e, are drawn rather than chosen.
         priority: Random bits: the e unselected blocks of highest priority are drawn. N is
             ceil(S / block_size).
-        block_size: Slots a block.
+        block_size: Slots a block; the kernel takes 32, 64 and 128.
         capacity: Length C of the result.
         implementation: "mosaic", "xla", or None to choose by platform, version and shape.
 

@@ -35,10 +35,16 @@ def sinkhorn(
             or None to choose by platform, version and shape.
 
     Raises:
-        ValueError: a named implementation cannot run.
+        ValueError: matrices that are not square, no iteration, or a named implementation that
+            cannot run.
 
     Source: the spec's "Block" heading.
     """
+    if iterations < 1 or logits.ndim < 2 or logits.shape[-1] != logits.shape[-2]:
+        raise ValueError(
+            f"sinkhorn of {list(logits.shape)} with {iterations} iterations: matrices must be "
+            "square and iterations at least 1"
+        )
     # Shifts cancel, so the maximum needs no gradient; its own divides by the number of equal
     # entries, which is 0 where XLA computes the logits twice and the copies differ in rounding.
     top = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
@@ -59,6 +65,8 @@ def sinkhorn(
 
 
 def _why_not_mosaic(logits: jax.Array) -> str | None:
+    if logits.dtype != jnp.float32:
+        return f"logits are {logits.dtype}, not float32"
     if logits.shape[-1] > LARGEST:
         return f"matrices of {logits.shape[-1]} rows are larger than {LARGEST}"
     if math.prod(logits.shape) == 0:

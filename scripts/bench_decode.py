@@ -38,6 +38,7 @@ import numpy as np
 from models.cache import init_cache
 from models.config import CSA, HCA, SLIDING, ModelConfig
 from models.decode import prefill_chunk, record
+from models.generate import MAX_DRAFT
 from models.params import init_params
 from models.presets import PRESETS, flash_tiny_config, tiny_config
 from models.sampling import GREEDY
@@ -176,7 +177,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     gpu.add_argument("--acceptance", type=float, default=2.4, metavar="N",
                      help="tokens a verification, forced (%(default)s)")  # fmt: skip
     gpu.add_argument("--plan", action="store_true",
-                     help="only the table of bytes, and lower every loop")  # fmt: skip
+                     help="only the table of bytes, and lower the plain loops")  # fmt: skip
     return parser.parse_args(argv)
 
 
@@ -192,6 +193,8 @@ def _run(args: argparse.Namespace, argv: list[str]) -> None:
     for name in ("steps", "repeats", "batch", "tokens", "top_k", "index_heads"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+    if not 0 <= args.draft_length <= MAX_DRAFT:
+        raise ValueError(f"--draft-length {args.draft_length} is not between 0 and {MAX_DRAFT}")
     # A compilation taken from a cache on disk would be no compilation.
     jax.config.update("jax_enable_compilation_cache", False)
     result: dict[str, Any] = {

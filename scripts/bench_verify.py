@@ -31,6 +31,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--top-k", type=int, default=512)
     parser.add_argument("--out", type=Path, default=Path("results/verify_h200.json"))
     args = parser.parse_args(argv)
+    if min(args.rows) < 1:
+        sys.exit(f"--rows {min(args.rows)} must be at least 1")
+    args.rows = [1, *(n for n in args.rows if n > 1)]
     if jax.default_backend() != "gpu":
         sys.exit(f"bench.py verify needs a GPU; JAX's default backend is {jax.default_backend()}")
     report: dict[str, Any] = bench_decode.environment() | {

@@ -17,9 +17,9 @@ from pallas_kernels.mosaic.topk import WARPGROUPS, Ranking, rank_row
 
 TILE = 512
 """Slots a warpgroup updates at a time."""
-THREAD_BLOCKS = 132
-"""One for each multiprocessor of an H100 or H200: the rows of top-K, and the rest for the update.
-Two would fit, but an update beside top-K on one multiprocessor slows it down."""
+MULTIPROCESSORS = 132
+"""Of an H100 or H200. Each has room for two thread blocks, but an update beside top-K slows it: two
+only where top-K would leave fewer than half of them to the update."""
 
 
 def top_k_and_observe_mosaic(
@@ -38,7 +38,9 @@ def top_k_and_observe_mosaic(
     ranking = Ranking.of(length, k, block_size)
     update = Update(V.shape[1], length, block_size, decay, TILE)
     tiles = batch * update.tiles
-    updaters = min(-(-tiles // WARPGROUPS), max(THREAD_BLOCKS - batch, 8))
+    thread_blocks = MULTIPROCESSORS * (1 if batch <= MULTIPROCESSORS // 2 else 2)
+    updaters = max(thread_blocks - batch, MULTIPROCESSORS // 2)
+    updaters = min(-(-tiles // WARPGROUPS), updaters)
     strides = updaters * WARPGROUPS
     maxima = ranking.maxima(scores, block_max)
 

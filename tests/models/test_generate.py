@@ -261,12 +261,14 @@ class Lowering:
     times."""
 
     def __init__(self, failures):
-        self.failures, self.compiled, self.may_end = failures, 0, threading.Event()
+        self.failures, self.compiled = failures, 0
+        self.begun, self.may_end = threading.Event(), threading.Event()
 
     def lower(self, *args, **static):
         return self
 
     def compile(self):
+        self.begun.set()
         assert self.may_end.wait(60)
         self.compiled += 1
         if self.compiled <= self.failures:
@@ -274,13 +276,23 @@ class Lowering:
         return "program"
 
 
-def test_threads_wait_for_one_compilation():
-    function = Lowering(0)
+@pytest.mark.parametrize("failures", [0, 1])
+def test_threads_wait_for_one_compilation(failures):
+    """And a different program is compiled meanwhile; all who wait see a failure."""
+    slow, quick = Lowering(failures), Lowering(0)
+    quick.may_end.set()
     with ThreadPoolExecutor(4) as pool:
-        found = [pool.submit(compiled_program, function, (jnp.zeros(3),)) for _ in range(4)]
-        function.may_end.set()
-        assert compiled_program(function, (jnp.zeros(4),)) == "program"
-    assert [f.result() for f in found] == ["program"] * 4 and function.compiled == 2
+        found = [pool.submit(compiled_program, slow, (jnp.zeros(3),)) for _ in range(4)]
+        assert slow.begun.wait(60)
+        assert compiled_program(quick, (jnp.zeros(3),)) == "program"
+        assert not any(f.done() for f in found)
+        slow.may_end.set()
+    errors = [f.exception() for f in found]
+    if failures:
+        # Who came only after the failure has tried again, with success.
+        assert any(isinstance(e, RuntimeError) for e in errors) and slow.compiled <= 2
+    else:
+        assert errors == [None] * 4 and slow.compiled == 1
 
 
 def test_a_failed_compilation_is_tried_again():

@@ -11,6 +11,7 @@ import pytest
 from models.cache import init_cache
 from models.config import CSA, HCA, SLIDING
 from models.hyper import mixing
+from models.layers import embed
 from models.model import forward, mtp_forward
 from models.params import init_params
 from models.pocket import init_for_training, toy_config
@@ -186,3 +187,19 @@ def test_lengths_that_do_not_fit_are_refused(model):
 def test_quantised_training_is_refused():
     with pytest.raises(ValueError, match="rounded values have no gradient"):
         forward_sequences({}, jnp.zeros((1, 32), jnp.int32), CFG.with_quant_sim())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rows", [6, 5000])
+def test_gradient_of_an_embedding(rows, dtype):
+    """Repeated tokens add up, in float32, whichever way the gradient is computed."""
+    rng = np.random.default_rng(0)
+    table = jnp.asarray(rng.standard_normal((rows, 8)), dtype)
+    tokens = rng.integers(0, 6, (3, 40)).astype(np.int32)
+    weight = jnp.asarray(rng.standard_normal((3, 40, 8)), dtype)
+    got = jax.grad(lambda t: jnp.sum((embed(t, tokens) * weight).astype(jnp.float32)))(table)
+    expected = np.zeros((rows, 8))
+    np.add.at(expected, tokens, np.asarray(weight, np.float64))
+    assert got.dtype == table.dtype
+    tolerance = 1e-5 if dtype == "float32" else 1e-2
+    np.testing.assert_allclose(np.asarray(got, np.float64), expected, tolerance, tolerance)

@@ -155,3 +155,9 @@ def test_sinkhorn(shape, iterations):
     got = pallas_kernels.sinkhorn(logits, iterations, 1e-6)
     expected = brute_force.sinkhorn(logits, iterations, 1e-6)
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape,iterations", [((3, 4), 2), ((4, 4), 0), ((4,), 1)])
+def test_sinkhorn_of_nothing_sensible(shape, iterations):
+    with pytest.raises(ValueError, match="square and iterations at least 1"):
+        pallas_kernels.sinkhorn(np.zeros(shape, np.float32), iterations, 1e-6)

@@ -40,20 +40,21 @@ def test_top_k_slots(grouped, monkeypatch):
         assert slots.tolist() == brute_force.top_k_slots(row, 48), name
 
 
-def test_select_blocks():
-    capacity = 60
+@pytest.mark.parametrize("size", [32, 128])
+def test_select_blocks(size):
+    capacity = 60 * 32 // size
     rng = np.random.default_rng(0)
-    cases = [selection_case(rng, 4800, 32, ties) for ties in (False, True) * 3]
+    cases = [selection_case(rng, 4800, size, ties) for ties in (False, True) * 3]
     arguments = [np.stack(x) for x in zip(*cases, strict=True)]
     arguments[2:5] = [x.astype(np.int32) for x in arguments[2:5]]
     ids, count = interpret(
         lambda *x: pallas_kernels.select_blocks(
-            *x, block_size=32, capacity=capacity, implementation="mosaic"
+            *x, block_size=size, capacity=capacity, implementation="mosaic"
         ),
         *arguments,
     )
     for b, case in enumerate(cases):
-        assert (ids[b].tolist(), int(count[b])) == brute_force.select_blocks(*case, 32, capacity)
+        assert (ids[b].tolist(), int(count[b])) == brute_force.select_blocks(*case, size, capacity)
 
 
 @pytest.mark.parametrize("mapped", [False, True])

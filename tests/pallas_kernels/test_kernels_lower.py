@@ -63,11 +63,13 @@ def test_top_k_slots(k, blocks):
     assert kernels(text) == 1
 
 
-@pytest.mark.parametrize("shape", [(32, 1, 4, 4), (1000, 2, 2)])
-def test_sinkhorn(shape):
-    def call(logits):
-        return pallas_kernels.sinkhorn(logits, 20, 1e-6, implementation="mosaic")
+def sinkhorn(logits):
+    return pallas_kernels.sinkhorn(logits, 20, 1e-6, implementation="mosaic")
 
+
+@pytest.mark.parametrize("shape", [(32, 1, 4, 4), (1000, 2, 2)])
+@pytest.mark.parametrize("call", [sinkhorn, jax.vmap(sinkhorn)])
+def test_sinkhorn(shape, call):
     assert kernels(lower(call, struct(f32, *shape))) == 1
 
 
@@ -149,3 +151,6 @@ def test_kernels_lower_under_shard_map():
         mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False,
     )  # fmt: skip
     assert kernels(lower(top_k, struct(f32, B, 8192))) == 1
+    mix = jax.shard_map(sinkhorn, mesh=mesh, in_specs=P("data"), out_specs=P("data"),
+                        check_vma=False)  # fmt: skip
+    assert kernels(lower(mix, struct(f32, B, 4, 4))) == 1
