@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import command
+from bench_decode import environment
 from pocket_data import NEEDLE_TASKS, TASKS
 from pocket_eval import (
     Outcome,
@@ -55,10 +56,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of samples and exploration")
     parser.add_argument("--dtype", choices=list(command.DTYPES), help=command.DTYPE_HELP)
     args = parser.parse_args(argv)
-    return command.run(lambda: _evaluate(args))
+    return command.run(lambda: _evaluate(args, sys.argv[1:] if argv is None else argv))
 
 
-def _evaluate(args: argparse.Namespace) -> None:
+def _evaluate(args: argparse.Namespace, argv: list[str]) -> None:
     lengths = args.lengths or ([2048] if args.quick else [1024, 2048, 4096, 8192, 16384])
     per_task = args.per_task or (3 if args.quick else 16)
     repeats = args.repeats or (1 if args.quick else 3)
@@ -107,6 +108,7 @@ def _evaluate(args: argparse.Namespace) -> None:
         result["mtp"] = drafts.result()
     result |= {"lengths": lengths, "per_task": per_task, "repeats": repeats, "seed": args.seed}
     result["seconds"] = time.perf_counter() - begin
+    result |= {"command": " ".join(["python scripts/evaluate.py", *argv]), **environment()}
     _print_table(result, args.tasks)
     if args.json:
         print(json.dumps(result))
