@@ -141,10 +141,14 @@ def _print_table(result: dict[str, Any], tasks: list[str]) -> None:
         )
         print(f"{name}: {100 * change:+.1f} points [{100 * low:+.1f}, {100 * high:+.1f}], {missed}")
     for name, found in result["recovery"].items():
-        if found["answers"] and found["mean_steps"] is not None:
+        layers = [
+            f"{'-' if mean is None else f'{mean:.1f}'} ({never:.0%} never)"
+            for mean, never in zip(found["mean_steps"], found["never"], strict=True)
+        ]
+        if layers:
             print(
-                f"{name}: the old fact is attended to {found['mean_steps']:.1f} steps after the "
-                f"jump, never in {found['never']:.1%} of {found['answers']} answers"
+                f"{name}: steps until each CSA layer attends to the old fact after the jump, in "
+                f"{found['answers']} answers: {', '.join(layers)}"
             )
     if "mtp" in result:
         mtp = result["mtp"]

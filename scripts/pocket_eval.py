@@ -198,14 +198,15 @@ def miss_summary(outcomes: Sequence[Outcome]) -> dict[str, float | int | None]:
     }
 
 
-def recovery(outcomes: Sequence[Outcome]) -> dict[str, float | int | None]:
+def recovery(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Decode steps from the jump of ``late`` samples to the first that attends to the old fact.
 
-    The jump is where the answer begins to name its last key; the fact counts as attended to when
-    any CSA layer selects a slot that pools its value. Only answers that are right up to the jump
-    count. ``never`` is the share that does not get there before the answer ends.
+    The jump is where the answer begins to name its last key; the fact counts as attended to by a
+    CSA layer when that selects a slot that pools its value. Only answers that are right up to the
+    jump count. Layer by layer ``mean_steps`` of the answers where the layer gets there, and
+    ``never``, the share where it does not before the answer ends.
     """
-    steps: list[float] = []
+    steps: list[list[float]] = []
     for o in outcomes:
         right = o.sample.answers[0]
         jump = right.rfind(b",") + 1
@@ -214,14 +215,13 @@ def recovery(outcomes: Sequence[Outcome]) -> dict[str, float | int | None]:
         value = o.sample.places[0][-1] + 5
         # Slot c pools its own four tokens and the four before them.
         wanted = np.arange(value // CSA, (value + 2) // CSA + 2)
-        attended = np.asarray(np.isin(o.slots, wanted).any(axis=(0, 2)))
-        held = attended[jump : len(right) - 1]
-        steps.append(float(np.argmax(held)) if held.any() else np.inf)
-    reached = [s for s in steps if np.isfinite(s)]
+        held = np.isin(o.slots, wanted).any(axis=2)[:, jump : len(right) - 1]
+        steps.append([float(np.argmax(layer)) if layer.any() else np.inf for layer in held])
+    layers = [[s for s in layer if np.isfinite(s)] for layer in zip(*steps, strict=True)]
     return {
         "answers": len(steps),
-        "mean_steps": float(np.mean(reached)) if reached else None,
-        "never": 1 - len(reached) / len(steps) if steps else None,
+        "mean_steps": [float(np.mean(reached)) if reached else None for reached in layers],
+        "never": [1 - len(reached) / len(steps) for reached in layers],
     }
 
 

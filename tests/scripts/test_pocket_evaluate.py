@@ -156,7 +156,8 @@ def test_recovery_counts_steps_from_the_jump():
     found = recovery(
         [outcome(None, slots=slots), outcome(None, slots=elsewhere), outcome(b"wrong\n")]
     )
-    assert found == {"answers": 2, "mean_steps": 2.0, "never": 0.5}
+    assert found == {"answers": 2, "mean_steps": [None, 2.0], "never": [1.0, 0.5]}
+    assert recovery([]) == {"answers": 0, "mean_steps": [], "never": []}
 
 
 def test_options_are_checked(capsys):
