@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int32
 
 from models.config import ModelConfig
 from models.layers import F32, einsum, full_precision, linear
+from pallas_kernels.compat import runs_on_gpu
 
 BANDWIDTH_BOUND = 64
 """Up to so many tokens a GPU multiplies by a matrix in the time that it takes to read it."""
@@ -113,9 +114,10 @@ def _grouped_experts(
 
 
 def _strategy(tokens: int, chosen: int, experts: int) -> Any:
-    """What costs least: a fetched matrix is read, written and read again, and XLA's grouped product
-    multiplies every pair's row by all experts outside TPUs, where it also copies the rows."""
-    if 3 * tokens * chosen <= experts:
+    """What costs least. On a GPU a fetched matrix is read, written and read again; outside TPUs XLA's
+    grouped product multiplies every pair's row by all experts, and copies the rows to do so.
+    """
+    if (3 if runs_on_gpu() else 1) * tokens * chosen <= experts:
         return _gathered_experts
     if tokens <= BANDWIDTH_BOUND or experts <= 4 * chosen:
         return every_expert

@@ -47,7 +47,7 @@ def brute_force(p, x, tokens, cfg):
     [
         (1, 32, moe._gathered_experts),
         (5, 32, moe._gathered_experts),
-        (6, 32, moe.every_expert),
+        (17, 32, moe.every_expert),
         (64, 32, moe.every_expert),
         (70, 8, moe.every_expert),
         (70, 32, moe._grouped_experts),
