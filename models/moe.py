@@ -114,8 +114,8 @@ def _grouped_experts(
 
 
 def _strategy(tokens: int, chosen: int, experts: int) -> Any:
-    """What costs least. On a GPU a fetched matrix is read, written and read again; outside TPUs XLA's
-    grouped product multiplies every pair's row by all experts, and copies the rows to do so.
+    """What costs least. On a GPU a fetched matrix is read, written and read again; outside TPUs
+    XLA's grouped product multiplies every pair's row by all experts, and copies the rows for it.
     """
     if (3 if runs_on_gpu() else 1) * tokens * chosen <= experts:
         return _gathered_experts
@@ -130,9 +130,9 @@ def moe(
     """``sum_e w2_e(weight_e swiglu_e(x))`` over the chosen experts, plus the shared expert."""
     flat = x.reshape(-1, x.shape[-1])
     weights, experts = route(p, flat, tokens.reshape(-1), cfg)
-    out = _strategy(*experts.shape, cfg.n_routed_experts)(
-        p["experts"], flat, weights, experts, cfg.swiglu_limit
-    )
+    count, chosen = experts.shape
+    run = _strategy(count, chosen, cfg.n_routed_experts)
+    out = run(p["experts"], flat, weights, experts, cfg.swiglu_limit)
     if "shared" in p:
         out = out + shared_expert(p["shared"], flat, cfg.swiglu_limit)
     return out.astype(x.dtype).reshape(x.shape)

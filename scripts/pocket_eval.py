@@ -215,7 +215,8 @@ def recovery(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         value = o.sample.places[0][-1] + 5
         # Slot c pools its own four tokens and the four before them.
         wanted = np.arange(value // CSA, (value + 2) // CSA + 2)
-        held = np.isin(o.slots, wanted).any(axis=2)[:, jump : len(right) - 1]
+        attended: np.ndarray = np.asarray(np.isin(o.slots, wanted).any(axis=2))
+        held = attended[:, jump : len(right) - 1]
         steps.append([float(np.argmax(layer)) if layer.any() else np.inf for layer in held])
     layers = [[s for s in layer if np.isfinite(s)] for layer in zip(*steps, strict=True)]
     return {
