@@ -1,4 +1,4 @@
-"""The pocket model: every part of DeepSeek-V4 at a size that trains in half an hour on one GPU.
+"""The pocket model: every part of DeepSeek-V4 at a size that trains in minutes on one GPU.
 
 A window of 32 tokens forces retrieval through the compressed slots, and 32 slots of 4 tokens are
 few against the hundreds or thousands that a context of 2K to 16K tokens has: the indexer matters.

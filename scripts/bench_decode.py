@@ -16,12 +16,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
-import importlib.metadata
 import json
-import os
-import platform
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -34,6 +29,7 @@ import command
 import jax
 import jax.numpy as jnp
 import numpy as np
+from environment import environment
 
 from models.cache import init_cache
 from models.config import CSA, HCA, SLIDING, ModelConfig
@@ -96,7 +92,8 @@ def one_request(name: str, cfg: ModelConfig, args: argparse.Namespace) -> dict[s
         cfg=cfg,
     )
     state = record(state.replace(cache=cache), logits, GREEDY)
-    [program] = bench_loop.compile_loops(params, state, cfg, [(ALL_KEEP, state.selector_state)])
+    loops = [(ALL_KEEP, state.selector_state)]
+    [program] = bench_loop.compile_all(bench_loop.lowerings(params, state, cfg, loops))
     seconds, processor = [], []
     for _ in range(args.repeats + 1):
         processor.append(time.process_time())
@@ -215,32 +212,6 @@ def _run(args: argparse.Namespace, argv: list[str]) -> None:
             args.out.parent.mkdir(parents=True, exist_ok=True)
             args.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
-
-
-def environment() -> dict[str, Any]:
-    """Where and with what the numbers were made."""
-    device = jax.devices()[0]
-    hardware = device.device_kind
-    if device.platform == "cpu":
-        info = Path("/proc/cpuinfo")
-        names = (
-            [x for x in info.read_text().splitlines() if "model name" in x] if info.exists() else []
-        )
-        name = names[0].split(":")[1].strip() if names else platform.processor()
-        hardware = f"{os.cpu_count()} cores, {name or platform.machine()}"
-    git = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    here = Path(__file__).parent
-    done = subprocess.run(git, capture_output=True, text=True, check=False, cwd=here)
-    return {
-        "hardware": hardware,
-        "versions": {
-            "python": platform.python_version(),
-            "jax": jax.__version__,
-            "jaxlib": importlib.metadata.version("jaxlib"),
-        },
-        "commit": os.environ.get("SPIN_JAX_COMMIT") or done.stdout.strip(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }
 
 
 if __name__ == "__main__":

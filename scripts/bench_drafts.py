@@ -20,11 +20,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import bench_decode
 import command
 import jax
 import numpy as np
 from draft_policies import SPARSITIES, compare
+from environment import environment
 from pocket_data import TASKS, Sample, make_sample
 
 from models.config import ModelConfig
@@ -141,7 +141,7 @@ def _measure(args: argparse.Namespace, argv: list[str]) -> None:
         "texts": [text.decode(errors="replace") for text in texts],
         "offline": offline,
         "command": " ".join(["python scripts/bench.py drafts", *argv]),
-        **bench_decode.environment(),
+        **environment(),
     }
     if args.out:
         Path(args.out).write_text(json.dumps(report, indent=1) + "\n")

@@ -10,11 +10,9 @@ to step and whose V and D are carried. Random priorities are an input. What is t
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
 import json
 import os
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +22,7 @@ import bench_timing
 import bench_torch
 import jax
 import jax.numpy as jnp
+from environment import environment
 
 import pallas_kernels as ops
 
@@ -280,11 +279,10 @@ def main(argv: list[str]) -> None:
     if jax.default_backend() != "gpu":
         sys.exit(f"bench.py kernels needs a GPU; JAX's default backend is {jax.default_backend()}")
 
-    device = jax.devices()[0]
+    made = environment()
     report: dict[str, Any] = {
-        "hardware": device.device_kind,
-        "versions": {"jax": jax.__version__, "python": sys.version.split()[0],
-                     "torch": torch["torch"] if torch else None},
+        "hardware": made["hardware"],
+        "versions": made["versions"] | {"torch": torch["torch"] if torch else None},
         "runs": {},
         "settings": {"top_k": args.top_k, "heads": HEADS, "width": WIDTH, "block": BLOCK,
                      "exploration": EXPLORATION},
@@ -305,8 +303,8 @@ def main(argv: list[str]) -> None:
         """Keeps what has been measured, should a later part fail."""
         report["rows"] += [row | {"part": part} for row in show(rows)]
         report["runs"][part] = {
-            "commit": os.environ.get("SPIN_JAX_COMMIT") or git_commit(),
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "commit": made["commit"],
+            "date": made["date"],
             "command": " ".join(["python scripts/bench.py kernels", *argv]),
         }
         report["summary"] = summary(args, report["rows"])
@@ -389,11 +387,6 @@ def summary(args, rows: list[dict[str, Any]]) -> dict[str, Any]:
             pays = [s for s, gain in gains.items() if gain and gain > 1]
             result[f"batch {batch}: SPIN 40% pays from slots"] = min(pays, default=None)
     return result
-
-
-def git_commit() -> str:
-    command = ["git", "rev-parse", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def show(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
@@ -142,21 +142,19 @@ def lower(
     return traced.lower(lowering_platforms=("cuda",)) if cuda else traced.lower()
 
 
-def compile_loops(
-    params: Params, state: DecodeState, cfg: ModelConfig, loops: list[tuple[Selector, Any]]
-) -> list[Program]:
-    """Programs for the selectors and their states."""
-    return compile_all(
-        [partial(lower, params, state.replace(selector_state=s), cfg, x) for x, s in loops]
-    )
+def lowerings(
+    params: Params, state: DecodeState, cfg: ModelConfig, loops: Sequence[tuple[Selector, Any]]
+) -> list[Callable[[], Any]]:
+    """What lowers the loops of the selectors and their states."""
+    return [partial(lower, params, state.replace(selector_state=s), cfg, x) for x, s in loops]
 
 
-def compile_all(lowerings: list[Callable[[], Any]]) -> list[Program]:
+def compile_all(functions: list[Callable[[], Any]]) -> list[Program]:
     """Programs of what the functions lower, on a GPU's host compiled side by side."""
     lowered = []
-    for lowering in lowerings:
+    for function in functions:
         begin = time.perf_counter()
-        lowered.append((lowering(), time.perf_counter() - begin))
+        lowered.append((function(), time.perf_counter() - begin))
 
     def finish(one: tuple[Any, float]) -> Program:
         begin, processor = time.perf_counter(), time.process_time()
@@ -214,8 +212,7 @@ def compare(
     loops = [(s.for_step(first=False), states[name]) for name, s in selectors.items()]
     # A first step scores everything: one program serves selectors that differ in sparsity.
     loops += [(selectors[n].for_step(first=True), states[n]) for n in stateful[:1]]
-    lowerings = [partial(lower, params, state.replace(selector_state=s), cfg, x) for x, s in loops]
-    everything = compile_all(lowerings + more(states))
+    everything = compile_all(lowerings(params, state, cfg, loops) + more(states))
     compiled, others = everything[: len(loops)], everything[len(loops) :]
     programs = dict(zip(selectors, compiled, strict=False))
 

@@ -13,11 +13,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import bench_decode
 import bench_kernels
 import bench_timing
 import jax
 import jax.numpy as jnp
+from environment import environment
 
 import pallas_kernels
 
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> None:
     args.rows = [1, *(n for n in args.rows if n > 1)]
     if jax.default_backend() != "gpu":
         sys.exit(f"bench.py verify needs a GPU; JAX's default backend is {jax.default_backend()}")
-    report: dict[str, Any] = bench_decode.environment() | {
+    report: dict[str, Any] = environment() | {
         "command": " ".join(["python scripts/bench.py verify", *argv]),
         "slots": args.slots,
         "rows": [],

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import command
-from bench_decode import environment
+from environment import environment
 from pocket_data import NEEDLE_TASKS, TASKS
 from pocket_eval import (
     Outcome,
