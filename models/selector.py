@@ -97,10 +97,10 @@ class AllKeep:
         top_k: int,
     ) -> tuple[Int32[Array, "B T K"], Any]:
         del state
-        scores, block_max = index_scores(
+        scores, group_max = index_scores(
             query.q, query.w, keys.values, num_slots, key_scales=keys.scales
         )
-        return top_k_slots(scores, top_k, block_max=block_max), ()
+        return top_k_slots(scores, top_k, group_max=group_max), ()
 
     def commit(self, state: Any, observation: Any, num_rows: Int32[Array, "B"]) -> Any:
         del observation, num_rows

@@ -11,7 +11,7 @@ from pallas_kernels.topk import top_k_slots_reference, unsupported
 
 
 def top_k_and_observe(
-    scores: Float[Array, "B C*block_size"],
+    scores: Float[Array, "B M"],
     k: int,
     V: Float[Array, "B S"],
     D_rev: Float[Array, "B S"],
@@ -20,7 +20,7 @@ def top_k_and_observe(
     *,
     block_size: int,
     decay: float,
-    block_max: Float[Array, "B C"] | None = None,
+    group_max: Float[Array, "B M/16"] | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Int32[Array, "B K"], Float[Array, "B S"], Float[Array, "B S"]]:
     """``top_k_slots`` and ``ema_scatter`` of the same scores: slots, V and D_rev.
@@ -29,7 +29,7 @@ def top_k_and_observe(
     counts is known only after verification, and the two must stay apart.
 
     Args:
-        scores: Float32 scores in the order of ``block_ids``.
+        scores: Float32 scores in the order of ``block_ids``, M = C * block_size.
         k: How many slots to select.
         V: See ``ema_scatter``.
         D_rev: See ``ema_scatter``.
@@ -37,7 +37,7 @@ def top_k_and_observe(
         num_slots: Visible slots.
         block_size: Slots a block.
         decay: The weight of the old value.
-        block_max: The maximum of each block of scores, if known.
+        group_max: The maximum of every 16 scores, if known.
         implementation: "mosaic", "xla", or None to choose by platform, version and shape.
 
     Raises:
@@ -45,14 +45,14 @@ def top_k_and_observe(
 
     Source: paper, Algorithm 1 steps 7 and 8.
     """
-    why_not = unsupported(scores, k, block_size)
+    why_not = unsupported(scores, k)
     if choose("top_k_and_observe", implementation, why_not) == "mosaic":
         from pallas_kernels.mosaic.observe import top_k_and_observe_mosaic
 
         return top_k_and_observe_mosaic(
-            scores, k, V, D_rev, block_ids, num_slots, block_size, decay, block_max
+            scores, k, V, D_rev, block_ids, num_slots, block_size, decay, group_max
         )
-    chosen = top_k_slots_reference(scores, k, block_ids, block_size, block_max)
+    chosen = top_k_slots_reference(scores, k, block_ids, block_size, group_max)
     update: tuple[jax.Array, jax.Array] = ema_scatter_reference(
         V, D_rev, scores, block_ids, num_slots, block_size, decay
     )

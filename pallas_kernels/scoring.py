@@ -10,6 +10,8 @@ from pallas_kernels.compat import Implementation, choose
 from pallas_kernels.ordering import LOWEST
 
 FLOAT8 = jnp.dtype(jnp.float8_e4m3fn)
+GROUP = 16
+"""Scores that share a maximum: the rows of a key block that one warp holds."""
 
 
 def index_scores(
@@ -22,7 +24,7 @@ def index_scores(
     block_size: int = 64,
     key_scales: Float[Array, "B S"] | None = None,
     implementation: Implementation | None = None,
-) -> tuple[Float[Array, "B R C*block_size"], Float[Array, "B R C"]]:
+) -> tuple[Float[Array, "B R M"], Float[Array, "B R M/16"]]:
     """``s_c = scale_c sum_h w_h relu(q_h . k_c)`` of every slot c of the selected blocks.
 
     Args:
@@ -37,9 +39,10 @@ def index_scores(
         implementation: "mosaic", "xla", or None to choose by platform, version and shape.
 
     Returns:
-        Float32 scores in the order of ``block_ids``, and their maximum over each block. Minus
-        infinity where a slot is not visible to the row, beyond S, or in a -1 block; a visible slot
-        whose score is NaN or minus infinity has the lowest finite float32.
+        Float32 scores in the order of ``block_ids``, M = C * block_size, and the maximum of every
+        16 of them (the last group may be smaller), by which top-K leaves most of them unread.
+        Minus infinity where a slot is not visible to the row, beyond S, or in a -1 block; a visible
+        slot whose score is NaN or minus infinity has the lowest finite float32.
 
     Raises:
         ValueError: a named implementation cannot run.
@@ -111,8 +114,14 @@ def index_scores_reference(
     limit = jnp.minimum(num_slots, slots)[:, :, None]
     visible = (slot_ids[:, None, :] >= 0) & (slot_ids[:, None, :] < limit)
     scores = jnp.where(visible, jnp.where(scores > LOWEST, scores, LOWEST), -jnp.inf)
-    block_max = jnp.max(scores.reshape(*scores.shape[:2], -1, block_size), axis=-1)
-    return scores, block_max
+    return scores, group_maxima(scores, GROUP)
+
+
+def group_maxima(scores: Float[Array, "... M"], size: int) -> Float[Array, "... G"]:
+    """The maximum of every ``size`` scores, the last group filled up with minus infinity."""
+    padding = [(0, 0)] * (scores.ndim - 1) + [(0, -scores.shape[-1] % size)]
+    padded = jnp.pad(scores, padding, constant_values=-jnp.inf)
+    return jnp.max(padded.reshape(*scores.shape[:-1], -1, size), axis=-1)
 
 
 def slots_of(block_ids: Int32[Array, "... C"], block_size: int) -> Int32[Array, "... C*b"]:

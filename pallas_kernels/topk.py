@@ -8,11 +8,13 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.compat import Implementation, choose
 from pallas_kernels.ordering import ordered_floats
+from pallas_kernels.scoring import GROUP
 
 MAX_K = 2048
 BUFFER = 8192
 """Scores that the kernel holds at once: as many need no maxima."""
-MAX_GROUPS = 4096
+MAX_GROUPS = 16384
+"""The most maxima that the kernel ranks."""
 
 
 def top_k_slots(
@@ -21,7 +23,7 @@ def top_k_slots(
     *,
     block_ids: Int32[Array, "B C"] | None = None,
     block_size: int = 64,
-    block_max: Float[Array, "... C"] | None = None,
+    group_max: Float[Array, "... M/16"] | None = None,
     implementation: Implementation | None = None,
 ) -> Int32[Array, "... K"]:
     """``TopK(s, min(k, M))``: the slots of the highest scores, ties to the lowest, ascending.
@@ -32,8 +34,9 @@ def top_k_slots(
         block_ids: Ascending blocks, padded with -1, that the scores belong to: position p is
             slot ``block_ids[p // block_size] * block_size + p % block_size``. None: slot p.
         block_size: Slots a block.
-        block_max: The maximum of each block of scores, if known: it saves the kernel reading
-            blocks that hold none of the K highest.
+        group_max: The maximum of every 16 scores, as ``index_scores`` returns it, if known: the
+            K-th highest maximum bounds the K-th highest score, so that the kernel need not read
+            groups that hold none of the K highest.
         implementation: "mosaic", "xla", or None to choose by platform, version and shape.
 
     Returns:
@@ -44,36 +47,32 @@ def top_k_slots(
 
     Source: paper, Algorithm 1 step 7.
     """
-    arguments = (scores, k, block_ids, block_size, block_max)
-    if choose("top_k_slots", implementation, unsupported(scores, k, block_size)) == "mosaic":
+    arguments = (scores, k, block_ids, block_size, group_max)
+    if choose("top_k_slots", implementation, unsupported(scores, k)) == "mosaic":
         from pallas_kernels.mosaic.topk import top_k_slots_mosaic
 
         return top_k_slots_mosaic(*arguments)
     return top_k_slots_reference(*arguments)
 
 
-def unsupported(scores: jax.Array, k: int, block_size: int) -> str | None:
+def unsupported(scores: jax.Array, k: int) -> str | None:
     """Why the kernel does not take these scores; None if it does."""
     length = scores.shape[-1]
     if k > MAX_K:
         return f"k={k} is more than {MAX_K}"
     if length % 4:
         return f"{length} scores are not a multiple of 4"
-    if group_size(length, k, block_size) is None:
-        return f"k={k} of {length} scores in blocks of {block_size} needs too many block maxima"
+    if group_size(length) is None:
+        return f"{length} scores are not whole groups of a size that makes {MAX_GROUPS} or fewer"
     return None
 
 
-def group_size(length: int, k: int, block_size: int) -> int | None:
-    """How many scores share a maximum in the kernel; 0: none do; None: no size suits it.
-
-    At least 3/2 K maxima bound the K-th score well; the kernel ranks at most MAX_GROUPS of them.
-    """
+def group_size(length: int) -> int | None:
+    """How many scores share a maximum in the kernel; 0: none do; None: no size suits it."""
     if length <= BUFFER:
         return 0
-    for size in (block_size, 128, 64, 32, 16):
-        fits = length % size == 0 and size % 16 == 0
-        if fits and 3 * k <= 2 * (length // size) <= 2 * MAX_GROUPS:
+    for size in (GROUP, 2 * GROUP, 4 * GROUP, 8 * GROUP):
+        if length % size == 0 and length // size <= MAX_GROUPS:
             return size
     return None
 
@@ -83,10 +82,10 @@ def top_k_slots_reference(
     k: int,
     block_ids: jax.Array | None,
     block_size: int,
-    block_max: jax.Array | None,
+    group_max: jax.Array | None,
 ) -> jax.Array:
     """The same in plain ``jnp``, for any shape."""
-    del block_max
+    del group_max
     *_, length = scores.shape
     values = ordered_floats(scores)
     if k < length:

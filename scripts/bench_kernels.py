@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from environment import environment
 
 import pallas_kernels as ops
+from pallas_kernels.scoring import GROUP
 
 PARTS = ("torch", "stages", "totals", "grid")
 BLOCK, HEADS, WIDTH = 64, 64, 128
@@ -86,8 +87,8 @@ def xla_top_k(scores, block_ids, top_k):
 def all_keep_step(i, state, x: Inputs, *, impl: Any, top_k: int):
     """Scores every visible slot and takes the K highest."""
     _, score, choose, _, _ = stages(impl, top_k, 0)
-    scores, block_max = score(x._replace(num_slots=x.num_slots - i % 8), None)
-    return state, choose(scores, None, block_max)
+    scores, group_max = score(x._replace(num_slots=x.num_slots - i % 8), None)
+    return state, choose(scores, None, group_max)
 
 
 def spin_step(i, state, x: Inputs, *, impl: Any, top_k: int, capacity: int, fused: bool):
@@ -96,11 +97,11 @@ def spin_step(i, state, x: Inputs, *, impl: Any, top_k: int, capacity: int, fuse
     x = x._replace(num_slots=x.num_slots - i % 8)
     select, score, choose, ema, both = stages(impl, top_k, capacity)
     ids, _ = select(V, D_rev, x)
-    scores, block_max = score(x, ids)
+    scores, group_max = score(x, ids)
     if fused:
-        chosen, V, D_rev = both(V, D_rev, scores, ids, x, block_max)
+        chosen, V, D_rev = both(V, D_rev, scores, ids, x, group_max)
         return (V, D_rev), chosen
-    return ema(V, D_rev, scores, ids, x), choose(scores, ids, block_max)
+    return ema(V, D_rev, scores, ids, x), choose(scores, ids, group_max)
 
 
 def total(args, impl: Any, batch, slots, fp8, sparsity, *, live, capacity, unroll, fused):
@@ -131,7 +132,7 @@ def total(args, impl: Any, batch, slots, fp8, sparsity, *, live, capacity, unrol
     return lower, run
 
 
-def check_stages(args, x: Inputs, V, D_rev, ids, scores, block_max) -> dict[str, Any]:
+def check_stages(args, x: Inputs, V, D_rev, ids, scores, group_max) -> dict[str, Any]:
     """Compares the kernels with float32 and the references on the inputs that are timed."""
     some = slice(0, 2)
     exact = jnp.einsum(
@@ -145,9 +146,10 @@ def check_stages(args, x: Inputs, V, D_rev, ids, scores, block_max) -> dict[str,
     capacity = ids.shape[1]
     for impl in ("mosaic", "xla"):
         select, _, top_k, _, both = stages(impl, args.top_k, capacity)
-        some_scores, some_max = scores[..., : capacity * BLOCK], block_max[..., :capacity]
+        some_scores = scores[..., : capacity * BLOCK]
+        some_max = group_max[..., : capacity * BLOCK // GROUP]
         named[impl] = (
-            jnp.sort(jax.jit(top_k)(scores, None, block_max), axis=-1),
+            jnp.sort(jax.jit(top_k)(scores, None, group_max), axis=-1),
             *jax.jit(select)(V, D_rev, x),
             *jax.jit(both)(V, D_rev, some_scores, ids, x, some_max),
         )
@@ -166,10 +168,10 @@ def stage_rows(args, batch: int, slots: int, fp8: bool, sparsity: float):
     for impl in ("mosaic",) if fp8 else ("mosaic", "xla"):
         select, score, top_k, ema, both = stages(impl, args.top_k, m)
         ids = jax.jit(select)(V, D_rev, x)[0] if sparsity else None
-        scores, block_max = jax.jit(score)(x, ids)
+        scores, group_max = jax.jit(score)(x, ids)
         rows.append(label("score", impl, us=timer(score, x, ids)))
         if not fp8:  # the other stages do not see the keys
-            rows.append(label("top_k", impl, us=timer(top_k, scores, ids, block_max)))
+            rows.append(label("top_k", impl, us=timer(top_k, scores, ids, group_max)))
         if sparsity and not fp8:
             rows.append(label("select", impl, us=timer(select, V, D_rev, x)))
             # The profiled call keeps its operands, so it copies V and D first: not the kernel's.
@@ -177,7 +179,7 @@ def stage_rows(args, batch: int, slots: int, fp8: bool, sparsity: float):
             us = timer(ema, V, D_rev, scores, ids, x)
             rows.append(label("ema", impl, us=us - copies))
             if impl == "mosaic":
-                us = timer(both, V, D_rev, scores, ids, x, block_max)
+                us = timer(both, V, D_rev, scores, ids, x, group_max)
                 rows.append(label("top_k+ema", impl, us=us - copies))
         if sparsity and impl == "mosaic":
             full = jax.jit(score)(x, None)
@@ -200,11 +202,11 @@ def stages(impl: Any, k: int, capacity: int):
             implementation=impl,
         )  # fmt: skip
 
-    def top_k(scores, ids, block_max):
+    def top_k(scores, ids, group_max):
         if impl == "xla":
             return xla_top_k(scores[:, 0], ids, k)
         return ops.top_k_slots(
-            scores[:, 0], k, block_ids=ids, block_max=block_max[:, 0], implementation=impl
+            scores[:, 0], k, block_ids=ids, group_max=group_max[:, 0], implementation=impl
         )
 
     def ema(V, D_rev, scores, ids, x):
@@ -213,9 +215,9 @@ def stages(impl: Any, k: int, capacity: int):
             block_size=BLOCK, decay=DECAY, implementation=impl,
         )  # fmt: skip
 
-    def both(V, D_rev, scores, ids, x, block_max):
+    def both(V, D_rev, scores, ids, x, group_max):
         return ops.top_k_and_observe(
-            scores[:, 0], k, V, D_rev, ids, x.num_slots, block_max=block_max[:, 0],
+            scores[:, 0], k, V, D_rev, ids, x.num_slots, group_max=group_max[:, 0],
             block_size=BLOCK, decay=DECAY, implementation=impl,
         )  # fmt: skip
 

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int32, Key, UInt32
 
 from models.selector import IndexKeys, IndexQuery
 from pallas_kernels import index_scores, top_k_slots
+from pallas_kernels.scoring import GROUP
 from spin_jax.config import SpinConfig, steady_capacity
 from spin_jax.metrics import MissSummary, kept_slots, miss, summarize_miss
 from spin_jax.observation import observe
@@ -135,7 +136,7 @@ class SpinSelector:
             selection, after = select_rows(
                 state.spin, num_slots, cfg, top_k=top_k, capacity=capacity, mode=self.mask
             )
-        scores, block_max = index_scores(
+        scores, group_max = index_scores(
             query.q,
             query.w,
             keys.values,
@@ -147,13 +148,17 @@ class SpinSelector:
         if selection.rows is not None:
             own = selection.rows
             scores = jnp.where(jnp.repeat(own, cfg.block_size, axis=2), scores, -jnp.inf)
-            block_max = jnp.where(own, block_max, -jnp.inf)
+            groups, uneven = divmod(cfg.block_size, GROUP)
+            if uneven:
+                group_max = None
+            else:
+                group_max = jnp.where(jnp.repeat(own, groups, axis=2), group_max, -jnp.inf)
         slots = top_k_slots(
             scores,
             top_k,
             block_ids=selection.block_ids,
             block_size=cfg.block_size,
-            block_max=block_max,
+            group_max=group_max,
         )
         misses = None
         if self.diagnose:

@@ -17,7 +17,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, memref, nvvm, scf, vector
+from jaxlib.mlir.dialects import arith, gpu, memref, nvvm, scf, vector
 
 from pallas_kernels.compat import interpreted
 
@@ -80,13 +80,12 @@ def gather(
     return load(ref, index)
 
 
-def gather_row(ref: Any, layout: Any, padded: int) -> jax.Array:
-    """A one-dimensional reference from its start; what lies beyond its end is arbitrary.
+def gather_row(ref: Any, index: jax.Array, layout: Any) -> jax.Array:
+    """``ref[index]`` for consecutive, aligned indices; what lies beyond the end is arbitrary.
 
     ``ref`` must be the row of a matrix: a length of whole 16 bytes aligns it for wide loads.
     """
     [length] = ref.shape
-    index = iota(padded, layout)
     if length % 4:
         return gather(ref, jnp.minimum(index, length - 1), layout)
     return gather(ref, jnp.minimum(index, length - 4 + index % 4), layout, consecutive=4)
@@ -157,19 +156,21 @@ def reduce(
 
     @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()), return_type=result)
     def run(_, x, scratch):
-        i32 = ir.IntegerType.get_signless(32)
         lanes = [lane for _, register in _each(x.registers) for lane in _lanes(register)]
-        value = _tree(combine, lanes)
-        value = nvvm.redux_sync(value, across, mgpu.utils.c(0xFFFFFFFF, i32))
-        thread = mgpu.utils.thread_idx()
-        if not fresh:
-            mgpu.utils.warpgroup_barrier()
-        _store_by_warp(value, scratch, thread, leader=0)
-        mgpu.utils.warpgroup_barrier()
-        value = _tree(combine, [_load(scratch, warp) for warp in range(WARPS)])
-        return mgpu.FragmentedArray.splat(value, (), is_signed=True)
+        return _across_warps(across, combine, _tree(combine, lanes), scratch, fresh)
 
     return run(x, scratch)
+
+
+def _across_warps(kind: Any, combine: Any, value: ir.Value, scratch: ir.Value, fresh: bool) -> Any:
+    """Each thread's value, combined over the warpgroup."""
+    value = nvvm.redux_sync(value, kind, mgpu.utils.c(0xFFFFFFFF, ir.IntegerType.get_signless(32)))
+    if not fresh:
+        mgpu.utils.warpgroup_barrier()
+    _store_by_warp(value, scratch, mgpu.utils.thread_idx(), leader=0)
+    mgpu.utils.warpgroup_barrier()
+    value = _tree(combine, [_load(scratch, warp) for warp in range(WARPS)])
+    return mgpu.FragmentedArray.splat(value, (), is_signed=True)
 
 
 def prefix_sum(x: jax.Array, scratch: Any) -> tuple[jax.Array, jax.Array]:
@@ -234,10 +235,16 @@ def _lanes(register: ir.Value) -> list[ir.Value]:
     ]
 
 
-def meet() -> None:
-    """The threads of the warpgroup wait for each other."""
-    if not interpreted():
-        plgpu.inline_mgpu()(lambda _: mgpu.utils.warpgroup_barrier())()
+def meet(*, everyone: bool = False) -> None:
+    """The threads of the warpgroup wait for each other, or those of the thread block."""
+    if interpreted():
+        return
+
+    @plgpu.inline_mgpu()
+    def wait(_):
+        gpu.barrier() if everyone else mgpu.utils.warpgroup_barrier()
+
+    wait()
 
 
 def store_warp_maxima(values: jax.Array, layout: Any, scratch: Any) -> None:
@@ -323,28 +330,117 @@ def _load(ref: ir.Value, at: int) -> ir.Value:
     return memref.load(ref, [mgpu.utils.c(at, ir.IndexType.get())])
 
 
+def pool_neighbours(x: jax.Array, size: int) -> jax.Array:
+    """The maximum of every ``size`` neighbours of an int32 array in the blocked layout."""
+    length = x.shape[0] // size
+    if interpreted():
+        return jnp.max(x.reshape(length, size), axis=1)
+    result = plgpu.ShapeDtypeStruct((length,), jnp.int32, blocked(length))
+
+    @plgpu.inline_mgpu(arg_types=(blocked(x.shape[0]),), return_type=result)
+    def pool(_, x):
+        lanes = _lanes(x.registers[0])
+        pooled = [
+            _tree(arith.maxsi, lanes[first : first + size]) for first in range(0, len(lanes), size)
+        ]
+        i32 = ir.IntegerType.get_signless(32)
+        register = vector.from_elements(ir.VectorType.get((len(pooled),), i32), pooled)
+        layout = mgpu.WGStridedFragLayout((length,), length // THREADS)
+        return mgpu.FragmentedArray(
+            _registers=np.asarray([register]), _layout=layout, _is_signed=True
+        )
+
+    return pool(x)
+
+
+def halved(keys: jax.Array) -> jax.Array:
+    """Keys without their lowest bit: the difference of two has a sign."""
+    return keys >> 1
+
+
+def reaches(halves: jax.Array, low: Any) -> jax.Array:
+    """1 where a halved key is at least ``low``, else 0, without a predicate."""
+    return -((low - 1 - halves) >> 31)
+
+
+def exceeds(keys: jax.Array, low: Any) -> jax.Array:
+    """1 where a key is more than ``low``, else 0, without a predicate."""
+    return jnp.minimum(jnp.maximum(keys, low), low + 1) - low
+
+
+def count(halves: jax.Array, layout: Any, low: Any, high: Any, scratch: Any) -> jax.Array:
+    """How many halved keys are at least ``low``, and in the upper 16 bits at least ``high``.
+
+    Of fewer than 32,768 keys; see ``reduce`` for scratch, which is ``fresh``. Signs are counted:
+    comparisons share a few predicate registers, and wait for each other.
+    """
+    if interpreted():
+        return jnp.sum(halves >= low) + (jnp.sum(halves >= high) << 16)
+    scalar = plgpu.Layout.WG_SPLAT(())
+    result = plgpu.ShapeDtypeStruct((), jnp.int32, scalar)
+
+    @plgpu.inline_mgpu(arg_types=(layout, scalar, scalar, plgpu.RefType()), return_type=result)
+    def run(_, halves, below_low, below_high, scratch):
+        c = lambda value: mgpu.utils.c(value, ir.IntegerType.get_signless(32))  # noqa: E731
+        lanes = [lane for _, register in _each(halves.registers) for lane in _lanes(register)]
+        totals = []
+        for below in (below_low.registers.item(), below_high.registers.item()):
+            signs = [arith.shrui(arith.subi(below, lane), c(31)) for lane in lanes]
+            totals.append(_tree(arith.addi, signs))
+        value = arith.addi(totals[0], arith.shli(totals[1], c(16)))
+        return _across_warps(nvvm.ReductionKind.ADD, arith.addi, value, scratch, True)
+
+    return run(halves, low - 1, high - 1, scratch)
+
+
+def counters(keys: jax.Array, layout: Any, scratch: Any) -> tuple[Callable, Callable]:
+    """What ``find_kth`` needs to know of keys in registers; ``scratch`` is an int32 [3, 4]."""
+    halves = halved(keys)
+
+    def count_odd(even):
+        return reduce("add", exceeds(keys, even), layout, scratch.at[2])
+
+    return lambda low, high, turn: count(halves, layout, low, high, scratch.at[turn]), count_odd
+
+
 def find_kth(
-    at_least: Callable[[jax.Array], jax.Array],
-    layout: Any,
+    count: Callable[[jax.Array, jax.Array, int], jax.Array],
+    count_odd: Callable[[jax.Array], jax.Array],
     k: Any,
     low: Any,
     high: Any,
-    scratch: Any,
-) -> jax.Array:
-    """A t in [low, high] with ``sum(at_least(t))`` = k, else the largest that has more, else low.
+) -> tuple[jax.Array, jax.Array]:
+    """A t in [low, high] that exactly k keys reach, else the largest that more do, else low.
 
-    Bisection over the integers, at most 32 sums; ``scratch`` is an int32 [2, 4] that is ``fresh``.
-    Two steps an iteration, in turns of scratch: by the barrier of one, all have read the other.
+    Also returns how many reach it, -1 for low itself, which is not counted; instead of an odd low
+    that fewer than k reach, the integer below it. A search over the integers, by two thresholds at
+    a time: ``count(lower, upper, turn)`` is ``lanes.count`` of the halved keys, two steps an
+    iteration, in turns of scratch: by the barrier of one, all have read the other. The lowest bit
+    matters last, if at all: ``count_odd(t)`` is how many keys reach t + 1.
     """
 
-    def halve(bounds, turn):
-        low, high = bounds
-        middle = (low | high) - ((low ^ high) >> 1)  # the mean, rounded up, without overflow
-        count = reduce("add", at_least(middle), layout, scratch.at[turn], fresh=True)
-        high = jnp.where(count >= k, high, middle - 1)
-        high = jnp.where(count == k, middle, high)
-        return jnp.where(count >= k, middle, low), high
+    def narrow(state, turn):
+        low, high, reaching = state
+        # About a third of the range.
+        third = ((high - low) >> 2) + ((high - low) >> 4)
+        lower, upper = low + 1 + third, high - third
+        total = count(lower, upper, turn)
+        at_lower, at_upper = total & 0xFFFF, total >> 16
+        met_lower, met_upper = at_lower >= k, at_upper >= k
+        found = jnp.where(met_upper, upper, lower)
+        reaching = jnp.where(met_upper, at_upper, jnp.where(met_lower, at_lower, reaching))
+        bound = jnp.where(met_upper, high, jnp.where(met_lower, upper, lower) - 1)
+        low = jnp.where(met_lower, found, low)
+        return low, jnp.where(reaching == k, low, bound), reaching
 
-    return jax.lax.while_loop(
-        lambda bounds: bounds[0] < bounds[1], lambda bounds: halve(halve(bounds, 0), 1), (low, high)
-    )[0]
+    half, _, reaching = jax.lax.while_loop(
+        lambda state: state[0] < state[1],
+        lambda state: narrow(narrow(state, 0), 1),
+        (low >> 1, high >> 1, jnp.int32(-1)),
+    )
+
+    def lowest_bit(even, reaching):
+        odd = count_odd(even)
+        return jnp.where(odd >= k, even + 1, even), jnp.where(odd >= k, odd, reaching)
+
+    return jax.lax.cond(reaching == k, lambda *found: found, lowest_bit, half << 1, reaching)

@@ -31,7 +31,7 @@ def top_k_and_observe_mosaic(
     num_slots: jax.Array,
     block_size: int,
     decay: float,
-    block_max: jax.Array | None,
+    group_max: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See ``pallas_kernels.observe``."""
     batch, length = scores.shape
@@ -42,7 +42,7 @@ def top_k_and_observe_mosaic(
     updaters = max(thread_blocks - batch, MULTIPROCESSORS // 2)
     updaters = min(-(-tiles // WARPGROUPS), updaters)
     strides = updaters * WARPGROUPS
-    maxima = ranking.maxima(scores, block_max)
+    maxima = ranking.maxima(scores, group_max)
 
     def top_k_and_observe(V_ref, D_ref, scores_ref, ids_ref, num_ref, *refs, **scratch):
         *maxima_refs, out_ref = refs

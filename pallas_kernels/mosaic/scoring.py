@@ -45,11 +45,7 @@ def index_scores_mosaic(
         ids = jnp.where(block_ids[..., None] < 0, -1, parts).reshape(batch, -1)
     else:
         ids = block_ids
-    scores, block_max = _score(q, w, keys, num_slots, ids, key_scales)
-    if block_size != BLOCK:
-        shape = (*block_max.shape[:2], -1, block_size // BLOCK)
-        block_max = jnp.max(block_max.reshape(shape), axis=-1)
-    return scores, block_max
+    return _score(q, w, keys, num_slots, ids, key_scales)
 
 
 def _score(
@@ -73,7 +69,7 @@ def _score(
 
     def index_scores(
         q_ref, w_ref, k_ref, num_ref, *refs,
-        queries, ring, filled, ready, maxima, warps, scale_ring=None,
+        queries, ring, filled, ready, warps, scale_ring=None,
     ):  # fmt: skip
         refs = list(refs)
         ids_ref = None if ids is None else refs.pop(0)
@@ -96,11 +92,8 @@ def _score(
 
         def store(place, row, values):
             scores_ref[request, row, pl.ds(place * BLOCK, BLOCK)] = values
-
-        def store_maxima(at):
-            for row in range(rows):
-                warp_maxima = [maxima[at % 2, row, warp] for warp in range(lanes.WARPS)]
-                max_ref[request, row, first + at] = functools.reduce(jnp.maximum, warp_maxima)
+            groups = max_ref.at[request, row, pl.ds(place * lanes.WARPS, lanes.WARPS)]
+            lanes.store_warp_maxima(values, row_layout, groups)
 
         def count_live():
             end = functools.reduce(jnp.maximum, limits)
@@ -141,22 +134,17 @@ def _score(
                 if scaled:
                     scale = plgpu.load(scale_ring.at[stage], layout=row_layout, optimized=False)
                     sums = [total * scale for total in sums]
-                # By now all have read this stage, and stored their maxima of the step before.
-                lanes.meet()
+                lanes.meet()  # by now all have read this stage
                 pl.when(at + stages < live)(lambda: fetch(place + stages, following))
-                pl.when(at > 0)(lambda: store_maxima(at - 1))
                 slot = block * BLOCK + lanes.iota(BLOCK, row_layout)
                 for row, total in enumerate(sums):
                     total = jnp.where(total > LOWEST, total, LOWEST)
                     total = jnp.where(slot < limits[row], total, -jnp.inf)
                     store(place, row, total)
-                    lanes.store_warp_maxima(total, row_layout, maxima.at[at % 2, row])
                 # The number of the block to fetch next time: its load has a step to arrive.
                 return block_at(first + jnp.minimum(at + stages + 1, live - 1))
 
             jax.lax.fori_loop(0, live, step, block_at(first + jnp.minimum(stages, live - 1)))
-            lanes.meet()
-            store_maxima(live - 1)
 
         for row in range(rows):
             plgpu.copy_gmem_to_smem(q_ref.at[request, row], queries.at[row], ready)
@@ -169,14 +157,12 @@ def _score(
         def _(at):
             for row in range(rows):
                 store(first + at, row, nothing)
-                max_ref[request, row, first + at] = jnp.float32(-jnp.inf)
 
     scratch = {
         "queries": plgpu.SMEM((rows, heads, width), q.dtype, transforms=swizzled),
         "ring": plgpu.SMEM((stages, BLOCK, width), keys.dtype, transforms=swizzled),
         "filled": plgpu.Barrier(num_arrivals=1 + scaled, num_barriers=stages),
         "ready": plgpu.Barrier(num_arrivals=rows),
-        "maxima": plgpu.SMEM((2, rows, lanes.WARPS), jnp.float32),
         "warps": plgpu.SMEM((lanes.WARPS,), jnp.int32),
     }
     if scaled:
@@ -185,7 +171,7 @@ def _score(
         index_scores,
         out_type=(
             jax.ShapeDtypeStruct((batch, rows, capacity * BLOCK), jnp.float32),
-            jax.ShapeDtypeStruct((batch, rows, capacity), jnp.float32),
+            jax.ShapeDtypeStruct((batch, rows, capacity * lanes.WARPS), jnp.float32),
         ),
         scratch_types=scratch,
         # The only shared memory that is written twice is guarded by hand.

@@ -99,15 +99,15 @@ def choose_blocks_mosaic(
         pooled_ref, num_ref, budget_ref, explore_ref, priority_ref, ids_ref, count_ref, warps
     ):
         row = jax.lax.axis_index("row")
-        priorities = lanes.gather_row(priority_ref.at[row], layout, padded)  # early: used late
+        block = lanes.iota(padded, layout)
+        priorities = lanes.gather_row(priority_ref.at[row], block, layout)  # early: used late
         active = (num_ref[row] + block_size - 1) // block_size
         count = jnp.minimum(budget_ref[row], active)
         drawn = jnp.minimum(explore_ref[row], count)
-        block = lanes.iota(padded, layout)
         visible = block < active
         forced = visible & ((block == 0) | (block == active - 1))
 
-        keys = ordered_keys(lanes.gather_row(pooled_ref.at[row], layout, padded))
+        keys = ordered_keys(lanes.gather_row(pooled_ref.at[row], block, layout))
         free = visible & ~forced
         keys = jnp.where(free, jnp.maximum(keys, NEVER + 1), NEVER)
         wanted = count - drawn - jnp.minimum(active, 2)
@@ -155,9 +155,12 @@ def _highest(
     warps: Any,
 ) -> jax.Array:
     """The k highest keys, as a mask; ties go to the lowest index. Keys not ``among`` are NEVER."""
-    at_least = lambda t: (keys >= t).astype(jnp.int32)  # noqa: E731
-    kth = lanes.find_kth(at_least, layout, k, low, high, warps)
-    above, tie = among & (keys > kth), among & (keys == kth)
-    ties = k - lanes.reduce("add", above.astype(jnp.int32), layout, warps.at[0])
-    rank, _ = lanes.prefix_sum(tie.astype(jnp.int32), warps.at[2])
-    return above | (tie & (rank < ties))
+    kth, reaching = lanes.find_kth(*lanes.counters(keys, layout, warps), k, low, high)
+
+    def break_ties():
+        above, tie = among & (keys > kth), among & (keys == kth)
+        ties = k - lanes.reduce("add", above.astype(jnp.int32), layout, warps.at[0])
+        rank, _ = lanes.prefix_sum(tie.astype(jnp.int32), warps.at[2])
+        return (above | (tie & (rank < ties))).astype(jnp.int32)
+
+    return jax.lax.cond(reaching == k, lambda: (keys >= kth).astype(jnp.int32), break_ties) > 0

@@ -1,11 +1,12 @@
 """Exact top-K in one pass over the scores: four warpgroups a row.
 
 A group of scores whose maximum is below the K-th largest maximum cannot hold one of the K highest,
-so those groups are not read. Each warpgroup streams a quarter of the others, in order, through a
-buffer in shared memory that keeps what reaches a threshold. When the buffer is full it is pruned to
-its K highest (ties to the earliest) and the threshold rises above the lowest of them: what comes
-later and ties with it has lost. The first warpgroup prunes what all have kept. So any input is
-exact, and only adversarial ones prune more than once.
+so those groups are not read: of random scores, a few more than K groups of 16 are. Each warpgroup
+streams a quarter of them, in order, through a buffer in shared memory that keeps what reaches a
+threshold. When the buffer is full it is pruned to its K highest (ties to the earliest) and the
+threshold rises above the lowest of them: what comes later and ties with it has lost. The first
+warpgroup prunes what all have kept. So any input is exact, and only adversarial ones prune more
+than once.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ import jax.numpy as jnp
 from pallas_kernels.compat import mosaic_kernel
 from pallas_kernels.mosaic import lanes
 from pallas_kernels.ordering import NEVER, ordered_keys
-from pallas_kernels.topk import group_size
+from pallas_kernels.scoring import group_maxima
+from pallas_kernels.topk import GROUP, group_size
 
 Load = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 
@@ -43,7 +45,7 @@ class Ranking:
 
     @classmethod
     def of(cls, length: int, k: int, block_size: int) -> Ranking:
-        group = group_size(length, k, block_size)
+        group = group_size(length)
         assert group is not None
         return cls(length, min(k, length), group, block_size)
 
@@ -52,30 +54,31 @@ class Ranking:
         """Of a warpgroup's buffer: full, it holds K after a pruning, and one tile more."""
         return lanes.padded(self.k) + TILE
 
-    def maxima(self, rows: jax.Array, block_max: jax.Array | None) -> list[jax.Array]:
+    @property
+    def groups(self) -> int:
+        return self.length // self.group if self.group else 0
+
+    def maxima(self, rows: jax.Array, group_max: jax.Array | None) -> list[jax.Array]:
         """The maximum of each group, if they are needed."""
         if not self.group:
             return []
-        if block_max is None or self.group != self.block_size:
-            groups = jnp.where(rows > -jnp.inf, rows, -jnp.inf)
-            block_max = jnp.max(groups.reshape(rows.shape[0], -1, self.group), axis=-1)
-        return [block_max.reshape(rows.shape[0], -1)]
+        if group_max is None:
+            return [group_maxima(jnp.where(rows > -jnp.inf, rows, -jnp.inf), self.group)]
+        return [group_maxima(group_max.reshape(rows.shape[0], -1), self.group // GROUP)]
 
     def scratch(self) -> dict[str, Any]:
         barrier = plgpu.Barrier(num_arrivals=WARPGROUPS)
         ints = lambda *shape: plgpu.SMEM(shape, jnp.int32)  # noqa: E731
-        scratch = {
+        return {
             "parts": [ints(WARPGROUPS, self.capacity)] * 2,
-            "whole": [ints(WARPGROUPS * lanes.padded(self.k))] * 2,
-            "shared": ints(2 + WARPGROUPS),
+            # The maxima, then the list of groups to read, then what all have kept of them.
+            "whole": ints(max(2 * WARPGROUPS * lanes.padded(self.k), self.groups)),
+            "shared": ints(1 + 2 * WARPGROUPS),
             "warps": ints(WARPGROUPS, 3, lanes.WARPS),
             "listed": barrier,
             "streamed": barrier,
             "merged": barrier,
         }
-        if self.group:
-            scratch["groups"] = ints(lanes.padded(self.length // self.group))
-        return scratch
 
 
 def top_k_slots_mosaic(
@@ -83,14 +86,14 @@ def top_k_slots_mosaic(
     k: int,
     block_ids: jax.Array | None,
     block_size: int,
-    block_max: jax.Array | None,
+    group_max: jax.Array | None,
 ) -> jax.Array:
     """See ``pallas_kernels.topk``."""
     *leading, length = scores.shape
     ranking = Ranking.of(length, k, block_size)
     rows = scores.reshape(-1, length)
     num_rows = rows.shape[0]
-    operands = [rows, *ranking.maxima(rows, block_max)]
+    operands = [rows, *ranking.maxima(rows, group_max)]
     if block_ids is not None:
         operands.append(block_ids)
 
@@ -127,22 +130,34 @@ def rank_row(
     listed: Any,
     streamed: Any,
     merged: Any,
-    groups: Any = None,
 ) -> None:
     """One thread block's work: the slots of the K highest scores of ``source`` into ``out``."""
     length, k, group = ranking.length, ranking.k, ranking.group
     me = jax.lax.axis_index("warpgroup")
     scratch = warps.at[me]
+
+    def add_up(barrier, first, count):
+        """What the warpgroups before this one have, and all of them."""
+        shared[first + me] = count
+        _meet(barrier)
+        counts = [shared[first + other] for other in range(WARPGROUPS)]
+        before = [jnp.where(me > other, count, 0) for other, count in enumerate(counts)]
+        return functools.reduce(jnp.add, before), functools.reduce(jnp.add, counts)
+
     if group:
-
-        @pl.when(me == 0)
-        def _():
-            bound, count = _list_groups(maxima, length // group, k, groups, scratch)
-            shared[0] = bound
-            shared[1] = count
-
-        _meet(listed)
-        bound, count = shared[0], shared[1] * group
+        share = lanes.padded(-(-ranking.groups // WARPGROUPS))
+        layout = lanes.blocked(share)
+        index = me * share + lanes.iota(share, layout)
+        keys = ordered_keys(lanes.gather_row(maxima, index, layout))
+        keys = jnp.where(index < ranking.groups, keys, NEVER)
+        bound = _lower_bound(ranking, keys, whole, shared, scratch)
+        wanted = keys >= bound
+        places, count = lanes.prefix_sum(wanted.astype(jnp.int32), scratch.at[2])
+        before, count = add_up(listed, 1, count)
+        groups = whole.at[pl.ds(0, ranking.groups)]
+        lanes.scatter([(groups, index)], before + places, wanted, layout, fence="none")
+        lanes.meet(everyone=True)
+        count = count * group
         load = _grouped(source, groups, group, count)
     else:
         bound, count = jnp.int32(NEVER + 1), jnp.int32(length)
@@ -152,18 +167,17 @@ def rank_row(
     first, end = tiles * me // WARPGROUPS, tiles * (me + 1) // WARPGROUPS
     part = _Buffer(parts[0].at[me], parts[1].at[me], scratch, k, ranking.capacity)
     kept = _stream(part, bound, first, end, load)
-    shared[2 + me] = kept
-    _meet(streamed)
-    counts = [shared[2 + other] for other in range(WARPGROUPS)]
-    before = [jnp.where(me > other, count, 0) for other, count in enumerate(counts)]
-    result = _Buffer(whole[0], whole[1], scratch, k, WARPGROUPS * lanes.padded(k))
-    part.copy_to(result, kept, functools.reduce(jnp.add, before))
+    before, kept_by_all = add_up(streamed, 1 + WARPGROUPS, kept)
+    padded = lanes.padded(k)
+    room = WARPGROUPS * padded
+    halves = whole.at[pl.ds(0, room)], whole.at[pl.ds(room, room)]
+    result = _Buffer(*halves, scratch, k, room)
+    part.copy_to(result, kept, before)
     _meet(merged)
 
     @pl.when(me == 0)
     def _():
-        kept, _ = result.prune(functools.reduce(jnp.add, counts), bound, bound)
-        padded = lanes.padded(k)
+        kept, _ = result.prune(kept_by_all, bound, bound)
         layout = lanes.blocked(padded)
         place = lanes.iota(padded, layout)
         slots = plgpu.load(result.positions.at[pl.ds(0, padded)], layout=layout)
@@ -181,21 +195,39 @@ def _meet(barrier: Any) -> None:
     plgpu.barrier_wait(barrier)
 
 
-def _list_groups(maxima: Any, num_groups: int, k: int, groups: Any, warps: Any):
-    """Writes which groups can hold one of the K highest; returns their bound and their number."""
-    padded = lanes.padded(num_groups)
-    layout = lanes.blocked(padded)
-    index = lanes.iota(padded, layout)
-    values = lanes.gather_row(maxima, layout, padded)
-    keys = jnp.where(index < num_groups, ordered_keys(values), NEVER)
-    lowest = jnp.int32(NEVER + 1)
-    highest = jnp.maximum(lanes.reduce("max", keys, layout, warps.at[2]), lowest)
-    at_least = lambda t: (keys >= t).astype(jnp.int32)  # noqa: E731
-    bound = lanes.find_kth(at_least, layout, k, lowest, highest, warps)
-    wanted = keys >= bound
-    places, count = lanes.prefix_sum(wanted.astype(jnp.int32), warps.at[2])
-    lanes.scatter([(groups, index)], places, wanted, layout)
-    return bound, count
+def _lower_bound(
+    ranking: Ranking, keys: jax.Array, buffer: Any, shared: Any, warps: Any
+) -> jax.Array:
+    """A lower bound of the K-th highest score, from each warpgroup's share of the maxima.
+
+    The first warpgroup searches alone: more would wait for each other at every step. It searches
+    maxima of several groups, which are fewer and, while there are 3/2 K of them, bound nearly as
+    well.
+    """
+    me, k = jax.lax.axis_index("warpgroup"), ranking.k
+    joined = next((n for n in (8, 4, 2) if 2 * (ranking.groups // n) >= 3 * k), 1)
+    joined = min(joined, keys.shape[0] // lanes.THREADS)
+    share = keys.shape[0] // joined
+    pooled = buffer.at[pl.ds(me * share, share)]
+    pooled[...] = lanes.pool_neighbours(keys, joined)
+    lanes.meet(everyone=True)
+
+    @pl.when(me == 0)
+    def _():
+        layout = lanes.blocked(WARPGROUPS * share)
+        keys = plgpu.load(buffer.at[pl.ds(0, WARPGROUPS * share)], layout=layout)
+        highest = lanes.reduce("max", keys, layout, warps.at[0])
+        highest = jnp.maximum(highest, NEVER + 1)
+        # NEVER - 1 is the highest integer, so that NEVER is not the minimum.
+        lowest = lanes.reduce("min", keys - 1, layout, warps.at[1]) + 1
+        lowest = jnp.clip(lowest, NEVER + 1, highest)
+        counters = lanes.counters(keys, layout, warps)
+        bound, reaching = lanes.find_kth(*counters, k, lowest, highest)
+        # If not even the lowest was counted, perhaps fewer than K reach it.
+        shared[0] = jnp.where(reaching < 0, NEVER + 1, bound)
+
+    lanes.meet(everyone=True)
+    return shared[0]
 
 
 def _direct(source: Any, length: int) -> Load:
@@ -292,25 +324,42 @@ class _Buffer:
         within = lanes.iota(TILE, layout)
 
         def tile_keys(tile):
-            return jnp.where(tile * TILE + within < used, self.load(self.keys, tile), NEVER)
+            return self.load(self.keys, tile)
 
-        def at_least(t):
-            zero = plgpu.layout_cast(jnp.zeros((TILE,), jnp.int32), layout)
-            add = lambda tile, x: x + (tile_keys(tile) >= t).astype(jnp.int32)  # noqa: E731
-            return jax.lax.fori_loop(0, tiles, add, zero)
+        # Beyond the end there is nothing from here on.
+        end = tiles - 1
+        known = jnp.where(end * TILE + within < used, tile_keys(end), NEVER)
+        self.keys[pl.ds(end * TILE, TILE)] = known
 
-        best = plgpu.layout_cast(jnp.full((TILE,), NEVER, jnp.int32), layout)
-        best = jax.lax.fori_loop(0, tiles, lambda tile, x: jnp.maximum(x, tile_keys(tile)), best)
-        highest = lanes.reduce("max", best, layout, self.warps.at[2])
-        kth = lanes.find_kth(at_least, layout, self.k, lowest, highest, self.warps)
-        ties = self.k - lanes.reduce("add", at_least(kth + 1), layout, self.warps.at[0])
+        def over_tiles(start, each):
+            start = plgpu.layout_cast(jnp.full((TILE,), start, jnp.int32), layout)
+            return jax.lax.fori_loop(0, tiles, lambda tile, x: each(x, tile_keys(tile)), start)
+
+        def count(low, high, turn):
+            low = over_tiles(0, lambda x, keys: x + lanes.reaches(lanes.halved(keys), low))
+            high = over_tiles(0, lambda x, keys: x + lanes.reaches(lanes.halved(keys), high))
+            both = low + (high << 16)
+            return lanes.reduce("add", both, layout, self.warps.at[turn], fresh=True)
+
+        def count_odd(even):
+            each = over_tiles(0, lambda x, keys: x + lanes.exceeds(keys, even))
+            return lanes.reduce("add", each, layout, self.warps.at[2])
+
+        highest = lanes.reduce("max", over_tiles(NEVER, jnp.maximum), layout, self.warps.at[2])
+        kth, reaching = lanes.find_kth(count, count_odd, self.k, lowest, highest)
+        # Where exactly K reach it, nothing ties with what is below it.
+        exact = reaching == self.k
+        kth = jnp.where(exact, kth - 1, kth)
+        ties = jax.lax.cond(exact, lambda: jnp.int32(0), lambda: self.k - count_odd(kth))
+
+        number = lambda tie: lanes.prefix_sum(tie, self.warps.at[2])  # noqa: E731
 
         def compact(tile, carry):
             kept, ties = carry
             keys, positions = tile_keys(tile), self.load(self.positions, tile)
-            tie = keys == kth
-            rank, tied = lanes.prefix_sum(tie.astype(jnp.int32), self.warps.at[2])
-            wanted = (keys > kth) | (tie & (rank < ties))
+            tie = (keys == kth).astype(jnp.int32)
+            rank, tied = jax.lax.cond(ties > 0, number, lambda tie: (tie, jnp.int32(0)), tie)
+            wanted = (keys > kth) | ((tie > 0) & (rank < ties))
             places, count = lanes.prefix_sum(wanted.astype(jnp.int32), self.warps.at[2])
             # In place: a tile is read before it is written, and only moves down.
             found = [(self.keys, keys), (self.positions, positions)]

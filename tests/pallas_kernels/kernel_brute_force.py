@@ -27,7 +27,8 @@ def index_scores(q, w, keys, num_slots, block_ids, block_size, key_scales=None):
                         total *= key_scales[b, slot]
                     bad = math.isnan(total) or total == -math.inf
                     scores[b, r, c * block_size + i] = LOWEST if bad else total
-    return scores, scores.reshape(B, R, C, block_size).max(-1)
+    groups = range(0, C * block_size, 16)
+    return scores, np.stack([scores[..., i : i + 16].max(-1) for i in groups], axis=-1)
 
 
 def top_k_slots(scores, k, block_ids=None, block_size=64):

@@ -32,7 +32,7 @@ def test_an_unknown_implementation_is_named():
         (lambda named: scored(block_size=32, slots=64, named=named), "block_size=32"),
         (lambda named: ranked(length=8192, k=4096, named=named), "k=4096 is more than 2048"),
         (lambda named: ranked(length=66, k=4, named=named), "66 scores"),
-        (lambda named: ranked(length=2**20, k=8, named=named), "too many block maxima"),
+        (lambda named: ranked(length=2**22, k=8, named=named), "16384 or fewer"),
         (lambda named: selected(slots=2**20, named=named), "more than 4096 blocks"),
         (lambda named: selected(slots=64, block_size=4, named=named), "block_size=4"),
     ],

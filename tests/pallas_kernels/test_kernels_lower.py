@@ -54,12 +54,13 @@ def test_index_scores(dtype, blocks, rows):
 
 @pytest.mark.parametrize("k,blocks", [(512, C), (2048, 4096), (512, 128)])
 def test_top_k_slots(k, blocks):
-    def call(scores, ids, block_max):
+    def call(scores, ids, group_max):
         return pallas_kernels.top_k_slots(
-            scores, k, block_ids=ids, block_max=block_max, implementation="mosaic"
+            scores, k, block_ids=ids, group_max=group_max, implementation="mosaic"
         )
 
-    text = lower(call, struct(f32, B, blocks * 64), struct(i32, B, blocks), struct(f32, B, blocks))
+    maxima = struct(f32, B, blocks * 4)
+    text = lower(call, struct(f32, B, blocks * 64), struct(i32, B, blocks), maxima)
     assert kernels(text) == 1
 
 
