@@ -51,7 +51,8 @@ class StepPlan(NamedTuple):
     """Rows of the window's history that each token sees: max(0, p - W + 1) .. p."""
     seen: Int32[Array, "B T"]
     """Tokens that each row sees, its own included; rows of padding see what the last real one
-    does, so that they never reach beyond the allocation nor add to what a selector scores."""
+    does, so that they never reach beyond the allocation nor add to what a selector scores. A
+    request without new tokens sees none: nothing is scored for it, and nothing remembered."""
     rotations: dict[tuple[bool, int], Rotation]
     """Rotary factors at the tokens, by (compressed layer, head width)."""
     slots: dict[int, SlotPlan]
@@ -77,7 +78,7 @@ def plan_step(
         step,
         window,
         (held >= 0) & (held <= p) & (held > p - cfg.sliding_window),
-        jnp.minimum(step.positions + 1, step.end[:, None]),
+        jnp.where(step.num_new[:, None], jnp.minimum(step.positions + 1, step.end[:, None]), 0),
         {
             (compressed, width): rope_rotation(
                 step.positions, rope_frequencies(cfg, compressed=compressed), width

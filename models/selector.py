@@ -41,7 +41,8 @@ class Selector(Protocol):
     def for_step(self, *, first: bool) -> Selector:
         """The selector for a first step after prefill or at a new turn, or for the steady state.
 
-        The two may compile to different programs; one for a first step serves any request.
+        The two may compile to different programs; one for a first step serves any request. Both may
+        take it that in steps of one row a row that sees a slot will stand.
         """
         ...
 

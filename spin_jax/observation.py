@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
-from pallas_kernels import ema_scatter
+import pallas_kernels
+from pallas_kernels import ema_scatter, top_k_slots
 from pallas_kernels.ordering import LOWEST
 from spin_jax.config import SpinConfig
 from spin_jax.pooling import pool
@@ -85,6 +86,30 @@ def observe_own(
         state.V, state.D_rev, scores, ids, visible, block_size=size, decay=cfg.decay
     )
     return state.replace(V=V, D_rev=D_rev, ages=_aged(state.ages, own_ids, blocks))
+
+
+def top_k_and_observe(
+    state: SpinState,
+    selection: BlockSelection,
+    scores: Float[Array, "B C*b"],
+    group_max: Float[Array, "B G"],
+    num_slots: Int32[Array, " B"],
+    top_k: int,
+    cfg: SpinConfig,
+) -> tuple[Int32[Array, "B K"], SpinState]:
+    """The slots of the highest scores, and ``observe``: in one kernel where the state allows it."""
+    size = cfg.block_size
+    if cfg.reduction == "A2" or state.V.dtype != jnp.float32:
+        slots = top_k_slots(
+            scores, top_k, block_ids=selection.block_ids, block_size=size, group_max=group_max
+        )
+        return slots, observe(state, selection, scores, num_slots, cfg)
+    slots, V, D_rev = pallas_kernels.top_k_and_observe(
+        scores, top_k, state.V, state.D_rev, selection.block_ids, num_slots,
+        block_size=size, decay=cfg.decay, group_max=group_max,
+    )  # fmt: skip
+    ages = _aged(state.ages, selection.block_ids, -(-num_slots // size))
+    return slots, state.replace(V=V, D_rev=D_rev, ages=ages)
 
 
 def _aged(

@@ -20,7 +20,7 @@ from pallas_kernels import index_scores, top_k_slots
 from pallas_kernels.scoring import GROUP
 from spin_jax.config import SpinConfig, steady_capacity
 from spin_jax.metrics import MissSummary, kept_slots, miss, summarize_miss
-from spin_jax.observation import observe
+from spin_jax.observation import observe, top_k_and_observe
 from spin_jax.selection import BlockSelection, select_blocks
 from spin_jax.speculative import Mask, Update, check_mode, observe_rows, select_rows
 from spin_jax.state import SpinState, init_spin, reset
@@ -49,9 +49,10 @@ class Observation(NamedTuple):
     """A step's scores, held back until it is known how many of its T rows stand."""
 
     after: SpinState
-    """The state that the selection returned: V and D unchanged."""
+    """The state that the selection returned: V and D unchanged, unless ``scores`` is None."""
     selection: BlockSelection
-    scores: Float[Array, "B T C*b"]
+    scores: Float[Array, "B T C*b"] | None
+    """None where they have been remembered already."""
     num_slots: Int32[Array, "B T"]
     misses: Float[Array, "B T"] | None
 
@@ -68,6 +69,9 @@ class SpinSelector:
     unpruned: bool = False
     """Room for all blocks, so that requests on their first step can score them all. The steady
     state has room for the blocks of its budget alone, and compiles nothing larger."""
+    at_once: bool = False
+    """Whether a step of one row remembers in ``select``, beside the top-K, as its row surely
+    stands; ``commit`` must then be told one row wherever a slot was seen."""
     diagnose: int = 0
     """Rows whose miss is recorded. Each then costs a dense scoring, which only measures: what is
     selected, attended to and remembered stays the same."""
@@ -94,7 +98,7 @@ class SpinSelector:
 
     def for_step(self, *, first: bool) -> SpinSelector:
         """The program with room for a first step, or the steady one."""
-        return dataclasses.replace(self, unpruned=first)
+        return dataclasses.replace(self, unpruned=first, at_once=True)
 
     def reset(self, state: SpinLayer, where: Bool[Array, " B"]) -> SpinLayer:
         """A new turn for the marked requests."""
@@ -153,6 +157,15 @@ class SpinSelector:
                 group_max = None
             else:
                 group_max = jnp.where(jnp.repeat(own, groups, axis=2), group_max, -jnp.inf)
+        misses = None
+        if self.diagnose:
+            misses = self._misses(query, keys, num_slots, state, selection, top_k)
+        if self.at_once and rows == 1:
+            assert group_max is not None
+            slots, after = top_k_and_observe(
+                after, selection, scores[:, 0], group_max[:, 0], num_slots[:, 0], top_k, cfg
+            )
+            return slots[:, None], Observation(after, selection, None, num_slots, misses)
         slots = top_k_slots(
             scores,
             top_k,
@@ -160,9 +173,6 @@ class SpinSelector:
             block_size=cfg.block_size,
             group_max=group_max,
         )
-        misses = None
-        if self.diagnose:
-            misses = self._misses(query, keys, num_slots, state, selection, top_k)
         return slots, Observation(after, selection, scores, num_slots, misses)
 
     def _misses(
@@ -200,7 +210,9 @@ class SpinSelector:
             key=jnp.where(spent, seen.after.key, state.spin.key),
             first=jnp.where(spent, seen.after.first, state.spin.first),
         )
-        if seen.num_slots.shape[1] == 1:
+        if seen.scores is None:
+            spin = spin.replace(V=seen.after.V, D_rev=seen.after.D_rev, ages=seen.after.ages)
+        elif seen.num_slots.shape[1] == 1:
             slots = jnp.where(stands, seen.num_slots[:, 0], 0)
             spin = observe(spin, seen.selection, seen.scores[:, 0], slots, cfg)
         else:

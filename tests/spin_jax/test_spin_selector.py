@@ -201,6 +201,48 @@ def test_selected_slots_are_the_best_of_the_scored(params):
     np.testing.assert_allclose(float(summary.mean), np.mean(missed), atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        SpinConfig(sparsity=0.5, block_size=4, policy="age"),
+        SpinConfig(sparsity=0.5, block_size=4, reduction="A2"),
+        SpinConfig(sparsity=0.5, block_size=4, state_dtype="bfloat16"),
+    ],
+)
+def test_remembering_at_once_is_remembering_later(config):
+    """The loop's selector against one that waits for ``commit``; one request idles every third."""
+    rng = np.random.default_rng(5)
+    batch, slots = 3, 64
+    keys = IndexKeys(jnp.asarray(rng.normal(size=(batch, slots, 8)), jnp.float32))
+    (state,) = SpinSelector(config).init(1, slots, jax.random.split(jax.random.key(0), batch))
+    states = [state, state]
+    select = jax.jit(lambda selector, *x: selector.select(*x, top_k=6), static_argnums=0)
+    commit = jax.jit(lambda selector, *x: selector.commit(*x), static_argnums=0)
+    for t in range(7):
+        stands = np.array([1, 1, t % 3 > 0])
+        seen = jnp.asarray((np.array([40, 17, 30]) + t) * stands, jnp.int32)
+        query = IndexQuery(
+            jnp.asarray(rng.normal(size=(batch, 1, 3, 8)), jnp.float32),
+            jnp.asarray(rng.normal(size=(batch, 1, 3)), jnp.float32),
+        )
+        found = []
+        for i, selector in enumerate(
+            SpinSelector(config, at_once=wait, unpruned=t == 0) for wait in (True, False)
+        ):
+            chosen, observation = select(selector, query, keys, seen[:, None], states[i])
+            assert (observation.scores is None) == selector.at_once
+            states[i] = commit(selector, states[i], observation, jnp.asarray(stands, jnp.int32))
+            found.append(chosen)
+        np.testing.assert_array_equal(*found)
+    plain = [
+        [jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+         for x in jax.tree.leaves(state)]
+        for state in states
+    ]  # fmt: skip
+    for mine, theirs in zip(*plain, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
 def test_the_steady_step_scores_gathers_and_sorts_no_full_context(params):
     """Nothing of size slots x heads remains, nor a sort or gather over all slots."""
     cfg = CFG
