@@ -12,6 +12,9 @@ LOWEST = float(jnp.finfo(jnp.float32).min)
 NEVER = int(jnp.iinfo(jnp.int32).min)
 """The key of minus infinity and NaN: below every other."""
 
+HIGHEST = int(jnp.iinfo(jnp.int32).max)
+"""No key is above it."""
+
 
 def ordered_keys(x: Float[Array, " ..."]) -> Int32[Array, " ..."]:
     """``x < y <=> key(x) < key(y)``, ``-0.0 = 0.0``, denormals in order; -inf and NaN -> NEVER.

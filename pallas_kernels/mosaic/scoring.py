@@ -95,8 +95,7 @@ def _score(
             groups = max_ref.at[request, row, pl.ds(place * lanes.WARPS, lanes.WARPS)]
             lanes.store_warp_maxima(values, row_layout, groups)
 
-        def count_live():
-            end = functools.reduce(jnp.maximum, limits)
+        def count_live(end):
             if ids_ref is None:
                 return jnp.clip((end + BLOCK - 1) // BLOCK - first, 0, places)
             layout = lanes.coalesced(lanes.THREADS)
@@ -146,10 +145,14 @@ def _score(
 
             jax.lax.fori_loop(0, live, step, block_at(first + jnp.minimum(stages, live - 1)))
 
-        for row in range(rows):
-            plgpu.copy_gmem_to_smem(q_ref.at[request, row], queries.at[row], ready)
-        live = count_live()
-        pl.when(live == 0)(lambda: plgpu.barrier_wait(ready))
+        def fetch_queries():
+            for row in range(rows):
+                plgpu.copy_gmem_to_smem(q_ref.at[request, row], queries.at[row], ready)
+
+        # Live blocks come first. A window far larger than its contents is mostly runs of none.
+        start, end = block_at(first), functools.reduce(jnp.maximum, limits)
+        pl.when((start >= 0) & (start * BLOCK < end))(fetch_queries)
+        live = count_live(end)
         pl.when(live > 0)(lambda: score(live))
         nothing = plgpu.layout_cast(jnp.full((BLOCK,), -jnp.inf), row_layout)
 

@@ -16,11 +16,10 @@ import jax.numpy as jnp
 
 from pallas_kernels.compat import mosaic_kernel
 from pallas_kernels.mosaic import lanes
-from pallas_kernels.ordering import NEVER, ordered_keys
+from pallas_kernels.ordering import HIGHEST, NEVER, ordered_keys
 
 POOLED = 4096
 """Slots pooled by one thread block."""
-HIGHEST = int(jnp.iinfo(jnp.int32).max)
 
 
 def select_blocks_mosaic(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.experimental.pallas as pl
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.compat import mosaic_kernel
 from pallas_kernels.mosaic import lanes
-from pallas_kernels.ordering import NEVER, ordered_keys
+from pallas_kernels.ordering import HIGHEST, NEVER, ordered_keys
 from pallas_kernels.scoring import group_maxima
 from pallas_kernels.topk import GROUP, group_size
 
@@ -58,6 +58,17 @@ class Ranking:
     def groups(self) -> int:
         return self.length // self.group if self.group else 0
 
+    @property
+    def share(self) -> int:
+        """Of a warpgroup's maxima."""
+        return lanes.padded(-(-self.groups // WARPGROUPS))
+
+    @property
+    def joined(self) -> int:
+        """How many groups are searched as one, while they are many enough to bound well."""
+        fits = (n for n in (8, 4, 2) if 2 * self.groups >= 3 * n * self.k)
+        return min(next(fits, 1), WARPGROUPS * self.share // TILE)
+
     def maxima(self, rows: jax.Array, group_max: jax.Array | None) -> list[jax.Array]:
         """The maximum of each group, if they are needed."""
         if not self.group:
@@ -69,10 +80,12 @@ class Ranking:
     def scratch(self) -> dict[str, Any]:
         barrier = plgpu.Barrier(num_arrivals=WARPGROUPS)
         ints = lambda *shape: plgpu.SMEM(shape, jnp.int32)  # noqa: E731
+        maxima = WARPGROUPS * self.share if self.group else 0
+        maxima += maxima // self.joined if self.joined > 1 else 0
         return {
             "parts": [ints(WARPGROUPS, self.capacity)] * 2,
             # The maxima, then the list of groups to read, then what all have kept of them.
-            "whole": ints(max(2 * WARPGROUPS * lanes.padded(self.k), self.groups)),
+            "whole": ints(max(2 * WARPGROUPS * lanes.padded(self.k), maxima)),
             "shared": ints(1 + 2 * WARPGROUPS),
             "warps": ints(WARPGROUPS, 3, lanes.WARPS),
             "listed": barrier,
@@ -145,9 +158,8 @@ def rank_row(
         return functools.reduce(jnp.add, before), functools.reduce(jnp.add, counts)
 
     if group:
-        share = lanes.padded(-(-ranking.groups // WARPGROUPS))
-        layout = lanes.blocked(share)
-        index = me * share + lanes.iota(share, layout)
+        layout = lanes.blocked(ranking.share)
+        index = me * ranking.share + lanes.iota(ranking.share, layout)
         keys = ordered_keys(lanes.gather_row(maxima, index, layout))
         keys = jnp.where(index < ranking.groups, keys, NEVER)
         bound = _lower_bound(ranking, keys, whole, shared, scratch)
@@ -195,6 +207,49 @@ def _meet(barrier: Any) -> None:
     plgpu.barrier_wait(barrier)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Keys:
+    """Keys in shared memory, whole tiles of them, NEVER where there is none."""
+
+    ref: Any
+    first: Any
+    tiles: Any
+    warps: Any
+
+    def load(self, tile: jax.Array) -> jax.Array:
+        at = pl.ds(self.first + tile * TILE, TILE)
+        return plgpu.load(self.ref.at[at], layout=lanes.blocked(TILE))
+
+    def fold(self, each: Callable[..., Any], *starts: int) -> Any:
+        """The tiles, joined element by element: ``x = each(x, keys)`` from each of the starts."""
+        fill = lambda x: jnp.full((TILE,), x, jnp.int32)  # noqa: E731
+        carry = tuple(plgpu.layout_cast(fill(x), lanes.blocked(TILE)) for x in starts)
+        return jax.lax.fori_loop(0, self.tiles, lambda t, x: each(*x, self.load(t)), carry)
+
+    def reduce(self, kind: Literal["add", "max", "min"], each: Any, start: int) -> jax.Array:
+        """``kind`` of all elements of a fold."""
+        [x] = self.fold(lambda x, keys: (each(x, keys),), start)
+        return lanes.reduce(kind, x, lanes.blocked(TILE), self.warps.at[2])
+
+    def number_above(self, low: Any) -> jax.Array:
+        return self.reduce("add", lambda x, keys: x + lanes.exceeds(keys, low), 0)
+
+    def find_kth(self, k: int, lowest: Any) -> tuple[jax.Array, jax.Array]:
+        """``lanes.find_kth`` from ``lowest`` up."""
+
+        def count(low, high, turn):
+            def add(at_low, at_high, keys):
+                halves = lanes.halved(keys)
+                return at_low + lanes.reaches(halves, low), at_high + lanes.reaches(halves, high)
+
+            at_low, at_high = self.fold(add, 0, 0)
+            both, scratch = at_low + (at_high << 16), self.warps.at[turn]
+            return lanes.reduce("add", both, lanes.blocked(TILE), scratch, fresh=True)
+
+        highest = jnp.maximum(self.reduce("max", jnp.maximum, NEVER), lowest)
+        return lanes.find_kth(count, self.number_above, k, lowest, highest)
+
+
 def _lower_bound(
     ranking: Ranking, keys: jax.Array, buffer: Any, shared: Any, warps: Any
 ) -> jax.Array:
@@ -202,28 +257,31 @@ def _lower_bound(
 
     The first warpgroup searches alone: more would wait for each other at every step. It searches
     maxima of several groups, which are fewer and, while there are 3/2 K of them, bound nearly as
-    well.
+    well; where too few of them hold a score, the maxima themselves.
     """
-    me, k = jax.lax.axis_index("warpgroup"), ranking.k
-    joined = next((n for n in (8, 4, 2) if 2 * (ranking.groups // n) >= 3 * k), 1)
-    joined = min(joined, keys.shape[0] // lanes.THREADS)
-    share = keys.shape[0] // joined
-    pooled = buffer.at[pl.ds(me * share, share)]
-    pooled[...] = lanes.pool_neighbours(keys, joined)
+    me, share, joined = jax.lax.axis_index("warpgroup"), ranking.share, ranking.joined
+    few = WARPGROUPS * share // joined
+    mine = buffer.at[pl.ds(me * (share // joined), share // joined)]
+    mine[...] = lanes.pool_neighbours(keys, joined)
+    if joined > 1:
+        buffer[pl.ds(few + me * share, share)] = keys
     lanes.meet(everyone=True)
+
+    def search(turn, found):
+        tiles = jnp.where(turn == 0, few // TILE, WARPGROUPS * share // TILE)
+        here = _Keys(buffer, turn * few, tiles, warps)
+        # NEVER - 1 is the highest integer, so that NEVER is not the minimum.
+        lowest = here.reduce("min", lambda x, keys: jnp.minimum(x, keys - 1), HIGHEST)
+        lowest = jnp.maximum(lowest + 1, NEVER + 1)
+        # Fewer than K reach the lowest if it was not counted: a bound for all is the last resort.
+        again = lambda *_: here.find_kth(ranking.k, lowest)  # noqa: E731
+        return jax.lax.cond(found[1] < 0, again, lambda *found: found, *found)
 
     @pl.when(me == 0)
     def _():
-        layout = lanes.blocked(WARPGROUPS * share)
-        keys = plgpu.load(buffer.at[pl.ds(0, WARPGROUPS * share)], layout=layout)
-        highest = lanes.reduce("max", keys, layout, warps.at[0])
-        highest = jnp.maximum(highest, NEVER + 1)
-        # NEVER - 1 is the highest integer, so that NEVER is not the minimum.
-        lowest = lanes.reduce("min", keys - 1, layout, warps.at[1]) + 1
-        lowest = jnp.clip(lowest, NEVER + 1, highest)
-        counters = lanes.counters(keys, layout, warps)
-        bound, reaching = lanes.find_kth(*counters, k, lowest, highest)
-        # If not even the lowest was counted, perhaps fewer than K reach it.
+        turns = 2 if joined > 1 else 1
+        start = (jnp.int32(NEVER + 1), jnp.int32(-1))
+        bound, reaching = jax.lax.fori_loop(0, turns, search, start)
         shared[0] = jnp.where(reaching < 0, NEVER + 1, bound)
 
     lanes.meet(everyone=True)
@@ -321,42 +379,23 @@ class _Buffer:
     def _keep_highest(self, used, lowest):
         tiles = (used + TILE - 1) // TILE
         layout = lanes.blocked(TILE)
-        within = lanes.iota(TILE, layout)
-
-        def tile_keys(tile):
-            return self.load(self.keys, tile)
-
-        # Beyond the end there is nothing from here on.
+        here = _Keys(self.keys, 0, tiles, self.warps)
+        # From here on there is nothing beyond the end.
         end = tiles - 1
-        known = jnp.where(end * TILE + within < used, tile_keys(end), NEVER)
-        self.keys[pl.ds(end * TILE, TILE)] = known
-
-        def over_tiles(start, each):
-            start = plgpu.layout_cast(jnp.full((TILE,), start, jnp.int32), layout)
-            return jax.lax.fori_loop(0, tiles, lambda tile, x: each(x, tile_keys(tile)), start)
-
-        def count(low, high, turn):
-            low = over_tiles(0, lambda x, keys: x + lanes.reaches(lanes.halved(keys), low))
-            high = over_tiles(0, lambda x, keys: x + lanes.reaches(lanes.halved(keys), high))
-            both = low + (high << 16)
-            return lanes.reduce("add", both, layout, self.warps.at[turn], fresh=True)
-
-        def count_odd(even):
-            each = over_tiles(0, lambda x, keys: x + lanes.exceeds(keys, even))
-            return lanes.reduce("add", each, layout, self.warps.at[2])
-
-        highest = lanes.reduce("max", over_tiles(NEVER, jnp.maximum), layout, self.warps.at[2])
-        kth, reaching = lanes.find_kth(count, count_odd, self.k, lowest, highest)
+        known = end * TILE + lanes.iota(TILE, layout) < used
+        self.keys[pl.ds(end * TILE, TILE)] = jnp.where(known, here.load(end), NEVER)
+        kth, reaching = here.find_kth(self.k, lowest)
         # Where exactly K reach it, nothing ties with what is below it.
         exact = reaching == self.k
         kth = jnp.where(exact, kth - 1, kth)
-        ties = jax.lax.cond(exact, lambda: jnp.int32(0), lambda: self.k - count_odd(kth))
+        above = lambda: self.k - here.number_above(kth)  # noqa: E731
+        ties = jax.lax.cond(exact, lambda: jnp.int32(0), above)
 
         number = lambda tie: lanes.prefix_sum(tie, self.warps.at[2])  # noqa: E731
 
         def compact(tile, carry):
             kept, ties = carry
-            keys, positions = tile_keys(tile), self.load(self.positions, tile)
+            keys, positions = here.load(tile), self.load(self.positions, tile)
             tie = (keys == kth).astype(jnp.int32)
             rank, tied = jax.lax.cond(ties > 0, number, lambda tie: (tie, jnp.int32(0)), tie)
             wanted = (keys > kth) | ((tie > 0) & (rank < ties))

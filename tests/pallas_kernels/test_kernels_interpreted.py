@@ -40,6 +40,21 @@ def test_top_k_slots(grouped, monkeypatch):
         assert slots.tolist() == brute_force.top_k_slots(row, 48), name
 
 
+def test_top_k_slots_of_windows_that_are_partly_full(monkeypatch):
+    """Two groups are searched as one while enough of those hold a score, then each, then none."""
+    from pallas_kernels.mosaic import topk
+
+    monkeypatch.setattr(topk, "WARPGROUPS", 1)
+    length, k = 32768, 200
+    rows = np.random.default_rng(0).normal(size=(5, length)).astype(np.float32)
+    for row, full in zip(rows, (length, 12000, 4000, 1500, 0), strict=True):
+        row[full:] = -np.inf
+    assert topk.Ranking.of(length, k, 64).joined == 2
+    got = interpret(lambda s: pallas_kernels.top_k_slots(s, k, implementation="mosaic"), rows)
+    for row, slots in zip(rows, got, strict=True):
+        assert slots.tolist() == brute_force.top_k_slots(row, k)
+
+
 @pytest.mark.parametrize("size", [32, 128])
 def test_select_blocks(size):
     capacity = 60 * 32 // size
