@@ -6,8 +6,8 @@ import jax
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.compat import Implementation, choose
-from pallas_kernels.ema import ema_scatter_reference
-from pallas_kernels.topk import top_k_slots_reference, unsupported
+from pallas_kernels.ema import ema_scatter
+from pallas_kernels.topk import top_k_slots, unsupported
 
 
 def top_k_and_observe(
@@ -20,7 +20,7 @@ def top_k_and_observe(
     *,
     block_size: int,
     decay: float,
-    group_max: Float[Array, "B M/16"] | None = None,
+    group_max: Float[Array, "B G"] | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Int32[Array, "B K"], Float[Array, "B S"], Float[Array, "B S"]]:
     """``top_k_slots`` and ``ema_scatter`` of the same scores: slots, V and D_rev.
@@ -37,7 +37,7 @@ def top_k_and_observe(
         num_slots: Visible slots.
         block_size: Slots a block.
         decay: The weight of the old value.
-        group_max: The maximum of every 16 scores, if known.
+        group_max: The maximum of every 16 scores, if known; G = ceil(M / 16).
         implementation: "mosaic", "xla", or None to choose by platform, version and shape.
 
     Raises:
@@ -52,8 +52,12 @@ def top_k_and_observe(
         return top_k_and_observe_mosaic(
             scores, k, V, D_rev, block_ids, num_slots, block_size, decay, group_max
         )
-    chosen = top_k_slots_reference(scores, k, block_ids, block_size, group_max)
-    update: tuple[jax.Array, jax.Array] = ema_scatter_reference(
-        V, D_rev, scores, block_ids, num_slots, block_size, decay
-    )
+    chosen = top_k_slots(
+        scores, k, block_ids=block_ids, block_size=block_size, group_max=group_max,
+        implementation=implementation,
+    )  # fmt: skip
+    update: tuple[jax.Array, jax.Array] = ema_scatter(
+        V, D_rev, scores, block_ids, num_slots, block_size=block_size, decay=decay,
+        implementation=implementation,
+    )  # fmt: skip
     return chosen, *update

@@ -24,7 +24,7 @@ def index_scores(
     block_size: int = 64,
     key_scales: Float[Array, "B S"] | None = None,
     implementation: Implementation | None = None,
-) -> tuple[Float[Array, "B R M"], Float[Array, "B R M/16"]]:
+) -> tuple[Float[Array, "B R M"], Float[Array, "B R G"]]:
     """``s_c = scale_c sum_h w_h relu(q_h . k_c)`` of every slot c of the selected blocks.
 
     Args:
@@ -40,9 +40,9 @@ def index_scores(
 
     Returns:
         Float32 scores in the order of ``block_ids``, M = C * block_size, and the maximum of every
-        16 of them (the last group may be smaller), by which top-K leaves most of them unread.
-        Minus infinity where a slot is not visible to the row, beyond S, or in a -1 block; a visible
-        slot whose score is NaN or minus infinity has the lowest finite float32.
+        16 of them, G = ceil(M / 16), by which top-K leaves most of them unread. Minus infinity
+        where a slot is not visible to the row, beyond S, or in a -1 block; a visible slot whose
+        score is NaN or minus infinity has the lowest finite float32.
 
     Raises:
         ValueError: a named implementation cannot run.

@@ -23,7 +23,7 @@ def top_k_slots(
     *,
     block_ids: Int32[Array, "B C"] | None = None,
     block_size: int = 64,
-    group_max: Float[Array, "... M/16"] | None = None,
+    group_max: Float[Array, "... G"] | None = None,
     implementation: Implementation | None = None,
 ) -> Int32[Array, "... K"]:
     """``TopK(s, min(k, M))``: the slots of the highest scores, ties to the lowest, ascending.
@@ -34,9 +34,9 @@ def top_k_slots(
         block_ids: Ascending blocks, padded with -1, that the scores belong to: position p is
             slot ``block_ids[p // block_size] * block_size + p % block_size``. None: slot p.
         block_size: Slots a block.
-        group_max: The maximum of every 16 scores, as ``index_scores`` returns it, if known: the
-            K-th highest maximum bounds the K-th highest score, so that the kernel need not read
-            groups that hold none of the K highest.
+        group_max: The maximum of every 16 scores, G = ceil(M / 16), as ``index_scores`` returns it,
+            if known: the K-th highest maximum bounds the K-th highest score, so that the kernel
+            need not read groups that hold none of the K highest.
         implementation: "mosaic", "xla", or None to choose by platform, version and shape.
 
     Returns:

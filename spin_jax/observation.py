@@ -99,6 +99,7 @@ def top_k_and_observe(
 ) -> tuple[Int32[Array, "B K"], SpinState]:
     """The slots of the highest scores, and ``observe``: in one kernel where the state allows it."""
     size = cfg.block_size
+    num_slots = jnp.clip(num_slots, 0, allocated_slots(state, cfg))
     if cfg.reduction == "A2" or state.V.dtype != jnp.float32:
         slots = top_k_slots(
             scores, top_k, block_ids=selection.block_ids, block_size=size, group_max=group_max

@@ -1,7 +1,8 @@
 """SPIN as a selector of the model's attention: one state a CSA layer, carried by the decode loop.
 
 A step selects blocks, scores only those, keeps the top K of the compact scores, and remembers
-the scores once it is known which rows stand. Source: the paper's Algorithm 1 and 3.2.2.
+the scores once it is known which rows stand: at once where that is known beforehand. Source: the
+paper's Algorithm 1 and 3.2.2.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class SpinSelector:
         return tuple(layer() for _ in range(num_layers))
 
     def for_step(self, *, first: bool) -> SpinSelector:
-        """The program with room for a first step, or the steady one."""
+        """The program with room for a first step, or the steady one; both remember at once."""
         return dataclasses.replace(self, unpruned=first, at_once=True)
 
     def reset(self, state: SpinLayer, where: Bool[Array, " B"]) -> SpinLayer:
@@ -149,23 +150,21 @@ class SpinSelector:
             block_size=cfg.block_size,
             key_scales=keys.scales,
         )
-        if selection.rows is not None:
-            own = selection.rows
-            scores = jnp.where(jnp.repeat(own, cfg.block_size, axis=2), scores, -jnp.inf)
-            groups, uneven = divmod(cfg.block_size, GROUP)
-            if uneven:
-                group_max = None
-            else:
-                group_max = jnp.where(jnp.repeat(own, groups, axis=2), group_max, -jnp.inf)
         misses = None
         if self.diagnose:
             misses = self._misses(query, keys, num_slots, state, selection, top_k)
         if self.at_once and rows == 1:
-            assert group_max is not None
             slots, after = top_k_and_observe(
                 after, selection, scores[:, 0], group_max[:, 0], num_slots[:, 0], top_k, cfg
             )
             return slots[:, None], Observation(after, selection, None, num_slots, misses)
+        if selection.rows is not None:
+            own, groups = selection.rows, cfg.block_size // GROUP
+            scores = jnp.where(jnp.repeat(own, cfg.block_size, axis=2), scores, -jnp.inf)
+            group_max = (
+                None if cfg.block_size % GROUP
+                else jnp.where(jnp.repeat(own, groups, axis=2), group_max, -jnp.inf)
+            )  # fmt: skip
         slots = top_k_slots(
             scores,
             top_k,
@@ -200,7 +199,10 @@ class SpinSelector:
     def commit(
         self, state: SpinLayer, observation: Observation, num_rows: Int32[Array, " B"]
     ) -> SpinLayer:
-        """Remember the scores of the first ``num_rows`` rows; requests with none do not change."""
+        """Remember the scores of the first ``num_rows`` rows, unless ``select`` has done so.
+
+        Requests with none do not change.
+        """
         seen, cfg = observation, self.config
         stands = num_rows > 0
         # A step in which no row that stands sees a slot is no step of SPIN's.

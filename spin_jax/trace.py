@@ -180,7 +180,7 @@ def _replay_layer(
 ) -> SpinLayer:
     # Room for all blocks at every step, not only the first: the miss scores them all anyhow, and
     # compiling one program in place of two is most of what a replay takes.
-    selector = dataclasses.replace(selector, unpruned=True)
+    selector = dataclasses.replace(selector, unpruned=True, at_once=False)
 
     def step(state: SpinLayer, asked: Any) -> tuple[SpinLayer, None]:
         q, w, num_slots, num_rows = asked

@@ -247,25 +247,24 @@ def meet(*, everyone: bool = False) -> None:
     wait()
 
 
-def store_warp_maxima(values: jax.Array, layout: Any, scratch: Any) -> None:
-    """``scratch[warp]`` = the maximum of the warp's elements of a float32 array; no barrier.
+def store_warp_maxima(values: jax.Array, layout: Any, target: Any) -> None:
+    """``target[warp]`` = the maximum of the warp's elements of a float32 array, of 16 rows of 64.
 
-    In a layout that gives each warp whole elements (64 rows, 16 a warp), ``jnp.max(scratch)`` is
-    the maximum once the warpgroup has met.
+    No barrier; the target may be in global memory. Of a layout that gives each warp whole elements.
     """
     if interpreted():
-        scratch[...] = jnp.max(values.reshape(WARPS, -1), axis=1)
+        target[...] = jnp.max(values.reshape(WARPS, -1), axis=1)
         return
 
     @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()))
-    def store(_, values, scratch):
+    def store(_, values, target):
         lanes = [lane for _, register in _each(values.registers) for lane in _lanes(register)]
         value = _tree(arith.maximumf, lanes)
         for distance in (1, 2, 4, 8, 16):
             value = arith.maximumf(value, mgpu.utils.shfl_bfly(value, distance))
-        _store_by_warp(value, scratch, mgpu.utils.thread_idx(), leader=0)
+        _store_by_warp(value, target, mgpu.utils.thread_idx(), leader=0)
 
-    store(values, scratch)
+    store(values, target)
 
 
 def store_chunk_maxima(values: jax.Array, scratch: Any) -> None:
@@ -353,26 +352,10 @@ def pool_neighbours(x: jax.Array, size: int) -> jax.Array:
     return pool(x)
 
 
-def halved(keys: jax.Array) -> jax.Array:
-    """Keys without their lowest bit: the difference of two has a sign."""
-    return keys >> 1
-
-
-def reaches(halves: jax.Array, low: Any) -> jax.Array:
-    """1 where a halved key is at least ``low``, else 0, without a predicate."""
-    return -((low - 1 - halves) >> 31)
-
-
-def exceeds(keys: jax.Array, low: Any) -> jax.Array:
-    """1 where a key is more than ``low``, else 0, without a predicate."""
-    return jnp.minimum(jnp.maximum(keys, low), low + 1) - low
-
-
 def count(halves: jax.Array, layout: Any, low: Any, high: Any, scratch: Any) -> jax.Array:
-    """How many halved keys are at least ``low``, and in the upper 16 bits at least ``high``.
+    """How many 31-bit keys are at least ``low``, and in the upper 16 bits at least ``high``.
 
-    Of fewer than 32,768 keys; see ``reduce`` for scratch, which is ``fresh``. Signs are counted:
-    comparisons share a few predicate registers, and wait for each other.
+    Of fewer than 32,768 keys; see ``reduce`` for scratch, which is ``fresh``.
     """
     if interpreted():
         return jnp.sum(halves >= low) + (jnp.sum(halves >= high) << 16)
@@ -391,56 +374,3 @@ def count(halves: jax.Array, layout: Any, low: Any, high: Any, scratch: Any) -> 
         return _across_warps(nvvm.ReductionKind.ADD, arith.addi, value, scratch, True)
 
     return run(halves, low - 1, high - 1, scratch)
-
-
-def counters(keys: jax.Array, layout: Any, scratch: Any) -> tuple[Callable, Callable]:
-    """What ``find_kth`` needs to know of keys in registers; ``scratch`` is an int32 [3, 4]."""
-    halves = halved(keys)
-
-    def count_odd(even):
-        return reduce("add", exceeds(keys, even), layout, scratch.at[2])
-
-    return lambda low, high, turn: count(halves, layout, low, high, scratch.at[turn]), count_odd
-
-
-def find_kth(
-    count: Callable[[jax.Array, jax.Array, int], jax.Array],
-    count_odd: Callable[[jax.Array], jax.Array],
-    k: Any,
-    low: Any,
-    high: Any,
-) -> tuple[jax.Array, jax.Array]:
-    """A t in [low, high] that exactly k keys reach, else the largest that more do, else low.
-
-    Also returns how many reach it, -1 for low itself, which is not counted; instead of an odd low
-    that fewer than k reach, the integer below it. A search over the integers, by two thresholds at
-    a time: ``count(lower, upper, turn)`` is ``lanes.count`` of the halved keys, two steps an
-    iteration, in turns of scratch: by the barrier of one, all have read the other. The lowest bit
-    matters last, if at all: ``count_odd(t)`` is how many keys reach t + 1.
-    """
-
-    def narrow(state, turn):
-        low, high, reaching = state
-        # About a third of the range.
-        third = ((high - low) >> 2) + ((high - low) >> 4)
-        lower, upper = low + 1 + third, high - third
-        total = count(lower, upper, turn)
-        at_lower, at_upper = total & 0xFFFF, total >> 16
-        met_lower, met_upper = at_lower >= k, at_upper >= k
-        found = jnp.where(met_upper, upper, lower)
-        reaching = jnp.where(met_upper, at_upper, jnp.where(met_lower, at_lower, reaching))
-        bound = jnp.where(met_upper, high, jnp.where(met_lower, upper, lower) - 1)
-        low = jnp.where(met_lower, found, low)
-        return low, jnp.where(reaching == k, low, bound), reaching
-
-    half, _, reaching = jax.lax.while_loop(
-        lambda state: state[0] < state[1],
-        lambda state: narrow(narrow(state, 0), 1),
-        (low >> 1, high >> 1, jnp.int32(-1)),
-    )
-
-    def lowest_bit(even, reaching):
-        odd = count_odd(even)
-        return jnp.where(odd >= k, even + 1, even), jnp.where(odd >= k, odd, reaching)
-
-    return jax.lax.cond(reaching == k, lambda *found: found, lowest_bit, half << 1, reaching)

@@ -18,8 +18,10 @@ from pallas_kernels.mosaic.topk import WARPGROUPS, Ranking, rank_row
 TILE = 512
 """Slots a warpgroup updates at a time."""
 MULTIPROCESSORS = 132
-"""Of an H100 or H200. Each has room for two thread blocks, but an update beside top-K slows it: two
-only where top-K would leave fewer than half of them to the update."""
+"""Of an H100 or H200. A thread block each: an update beside top-K slows it. Two only where top-K
+would leave fewer than half of them to the update, and both have room."""
+ROOM = 110 * 1024
+"""Bytes of shared memory, of the 227 KB of a multiprocessor, that two thread blocks can have."""
 
 
 def top_k_and_observe_mosaic(
@@ -38,7 +40,8 @@ def top_k_and_observe_mosaic(
     ranking = Ranking.of(length, k, block_size)
     update = Update(V.shape[1], length, block_size, decay, TILE)
     tiles = batch * update.tiles
-    thread_blocks = MULTIPROCESSORS * (1 if batch <= MULTIPROCESSORS // 2 else 2)
+    two = batch > MULTIPROCESSORS // 2 and ranking.scratch_bytes <= ROOM
+    thread_blocks = MULTIPROCESSORS * (2 if two else 1)
     updaters = max(thread_blocks - batch, MULTIPROCESSORS // 2)
     updaters = min(-(-tiles // WARPGROUPS), updaters)
     strides = updaters * WARPGROUPS

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.compat import mosaic_kernel
 from pallas_kernels.mosaic import lanes
+from pallas_kernels.mosaic.search import find_kth_in_registers
 from pallas_kernels.ordering import HIGHEST, NEVER, ordered_keys
 
 POOLED = 4096
@@ -109,7 +110,7 @@ def choose_blocks_mosaic(
         keys = ordered_keys(lanes.gather_row(pooled_ref.at[row], block, layout))
         free = visible & ~forced
         keys = jnp.where(free, jnp.maximum(keys, NEVER + 1), NEVER)
-        wanted = count - drawn - jnp.minimum(active, 2)
+        wanted = jnp.maximum(count - drawn - jnp.minimum(active, 2), 0)
         highest = lanes.reduce("max", keys, layout, warps.at[0])
         lowest = jnp.where(free, keys, HIGHEST)
         lowest = jnp.minimum(lanes.reduce("min", lowest, layout, warps.at[1]), highest)
@@ -154,7 +155,7 @@ def _highest(
     warps: Any,
 ) -> jax.Array:
     """The k highest keys, as a mask; ties go to the lowest index. Keys not ``among`` are NEVER."""
-    kth, reaching = lanes.find_kth(*lanes.counters(keys, layout, warps), k, low, high)
+    kth, reaching = find_kth_in_registers(keys, layout, k, low, high, warps)
 
     def break_ties():
         above, tie = among & (keys > kth), among & (keys == kth)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -23,14 +23,13 @@ import jax.numpy as jnp
 
 from pallas_kernels.compat import mosaic_kernel
 from pallas_kernels.mosaic import lanes
+from pallas_kernels.mosaic.search import TILE, Tiles
 from pallas_kernels.ordering import HIGHEST, NEVER, ordered_keys
 from pallas_kernels.scoring import group_maxima
 from pallas_kernels.topk import GROUP, group_size
 
 Load = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 
-TILE = 1024
-"""Scores a warpgroup handles at a time."""
 WARPGROUPS = 4
 
 
@@ -66,8 +65,9 @@ class Ranking:
     @property
     def joined(self) -> int:
         """How many groups are searched as one, while they are many enough to bound well."""
-        fits = (n for n in (8, 4, 2) if 2 * self.groups >= 3 * n * self.k)
-        return min(next(fits, 1), WARPGROUPS * self.share // TILE)
+        maxima, enough = WARPGROUPS * self.share, 3 * self.k
+        fits = (n for n in (8, 4, 2) if 2 * self.groups // n >= enough and not maxima % (n * TILE))
+        return next(fits, 1)
 
     def maxima(self, rows: jax.Array, group_max: jax.Array | None) -> list[jax.Array]:
         """The maximum of each group, if they are needed."""
@@ -77,15 +77,24 @@ class Ranking:
             return [group_maxima(jnp.where(rows > -jnp.inf, rows, -jnp.inf), self.group)]
         return [group_maxima(group_max.reshape(rows.shape[0], -1), self.group // GROUP)]
 
+    @property
+    def whole(self) -> int:
+        """Of the space for the maxima, then the groups to read, then what all have kept of them."""
+        maxima = WARPGROUPS * self.share if self.group else 0
+        maxima += maxima // self.joined if self.joined > 1 else 0
+        return max(2 * WARPGROUPS * lanes.padded(self.k), maxima)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Of shared memory, nearly."""
+        return 4 * (2 * WARPGROUPS * self.capacity + self.whole)
+
     def scratch(self) -> dict[str, Any]:
         barrier = plgpu.Barrier(num_arrivals=WARPGROUPS)
         ints = lambda *shape: plgpu.SMEM(shape, jnp.int32)  # noqa: E731
-        maxima = WARPGROUPS * self.share if self.group else 0
-        maxima += maxima // self.joined if self.joined > 1 else 0
         return {
             "parts": [ints(WARPGROUPS, self.capacity)] * 2,
-            # The maxima, then the list of groups to read, then what all have kept of them.
-            "whole": ints(max(2 * WARPGROUPS * lanes.padded(self.k), maxima)),
+            "whole": ints(self.whole),
             "shared": ints(1 + 2 * WARPGROUPS),
             "warps": ints(WARPGROUPS, 3, lanes.WARPS),
             "listed": barrier,
@@ -207,57 +216,14 @@ def _meet(barrier: Any) -> None:
     plgpu.barrier_wait(barrier)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Keys:
-    """Keys in shared memory, whole tiles of them, NEVER where there is none."""
-
-    ref: Any
-    first: Any
-    tiles: Any
-    warps: Any
-
-    def load(self, tile: jax.Array) -> jax.Array:
-        at = pl.ds(self.first + tile * TILE, TILE)
-        return plgpu.load(self.ref.at[at], layout=lanes.blocked(TILE))
-
-    def fold(self, each: Callable[..., Any], *starts: int) -> Any:
-        """The tiles, joined element by element: ``x = each(x, keys)`` from each of the starts."""
-        fill = lambda x: jnp.full((TILE,), x, jnp.int32)  # noqa: E731
-        carry = tuple(plgpu.layout_cast(fill(x), lanes.blocked(TILE)) for x in starts)
-        return jax.lax.fori_loop(0, self.tiles, lambda t, x: each(*x, self.load(t)), carry)
-
-    def reduce(self, kind: Literal["add", "max", "min"], each: Any, start: int) -> jax.Array:
-        """``kind`` of all elements of a fold."""
-        [x] = self.fold(lambda x, keys: (each(x, keys),), start)
-        return lanes.reduce(kind, x, lanes.blocked(TILE), self.warps.at[2])
-
-    def number_above(self, low: Any) -> jax.Array:
-        return self.reduce("add", lambda x, keys: x + lanes.exceeds(keys, low), 0)
-
-    def find_kth(self, k: int, lowest: Any) -> tuple[jax.Array, jax.Array]:
-        """``lanes.find_kth`` from ``lowest`` up."""
-
-        def count(low, high, turn):
-            def add(at_low, at_high, keys):
-                halves = lanes.halved(keys)
-                return at_low + lanes.reaches(halves, low), at_high + lanes.reaches(halves, high)
-
-            at_low, at_high = self.fold(add, 0, 0)
-            both, scratch = at_low + (at_high << 16), self.warps.at[turn]
-            return lanes.reduce("add", both, lanes.blocked(TILE), scratch, fresh=True)
-
-        highest = jnp.maximum(self.reduce("max", jnp.maximum, NEVER), lowest)
-        return lanes.find_kth(count, self.number_above, k, lowest, highest)
-
-
 def _lower_bound(
     ranking: Ranking, keys: jax.Array, buffer: Any, shared: Any, warps: Any
 ) -> jax.Array:
     """A lower bound of the K-th highest score, from each warpgroup's share of the maxima.
 
     The first warpgroup searches alone: more would wait for each other at every step. It searches
-    maxima of several groups, which are fewer and, while there are 3/2 K of them, bound nearly as
-    well; where too few of them hold a score, the maxima themselves.
+    maxima of several groups, which are fewer and, while 3/2 K of them hold a score, bound nearly as
+    well; otherwise the maxima themselves.
     """
     me, share, joined = jax.lax.axis_index("warpgroup"), ranking.share, ranking.joined
     few = WARPGROUPS * share // joined
@@ -269,19 +235,21 @@ def _lower_bound(
 
     def search(turn, found):
         tiles = jnp.where(turn == 0, few // TILE, WARPGROUPS * share // TILE)
-        here = _Keys(buffer, turn * few, tiles, warps)
+        here = Tiles(buffer, turn * few, tiles, warps)
         # NEVER - 1 is the highest integer, so that NEVER is not the minimum.
         lowest = here.reduce("min", lambda x, keys: jnp.minimum(x, keys - 1), HIGHEST)
         lowest = jnp.maximum(lowest + 1, NEVER + 1)
-        # Fewer than K reach the lowest if it was not counted: a bound for all is the last resort.
-        again = lambda *_: here.find_kth(ranking.k, lowest)  # noqa: E731
-        return jax.lax.cond(found[1] < 0, again, lambda *found: found, *found)
+        last = turn == (0 if joined == 1 else 1)
+        enough = last | (2 * here.number_above(NEVER) >= 3 * ranking.k)
+        find = lambda *_: here.find_kth(ranking.k, lowest)  # noqa: E731
+        return jax.lax.cond((found[1] < 0) & enough, find, lambda *found: found, *found)
 
     @pl.when(me == 0)
     def _():
         turns = 2 if joined > 1 else 1
         start = (jnp.int32(NEVER + 1), jnp.int32(-1))
         bound, reaching = jax.lax.fori_loop(0, turns, search, start)
+        # Where nothing was counted, fewer than K may reach the lowest: every group is read.
         shared[0] = jnp.where(reaching < 0, NEVER + 1, bound)
 
     lanes.meet(everyone=True)
@@ -379,7 +347,7 @@ class _Buffer:
     def _keep_highest(self, used, lowest):
         tiles = (used + TILE - 1) // TILE
         layout = lanes.blocked(TILE)
-        here = _Keys(self.keys, 0, tiles, self.warps)
+        here = Tiles(self.keys, 0, tiles, self.warps)
         # From here on there is nothing beyond the end.
         end = tiles - 1
         known = end * TILE + lanes.iota(TILE, layout) < used

@@ -52,7 +52,7 @@ def test_index_scores(dtype, blocks, rows):
     assert kernels(text) == 1
 
 
-@pytest.mark.parametrize("k,blocks", [(512, C), (2048, 4096), (512, 128)])
+@pytest.mark.parametrize("k,blocks", [(512, C), (512, 2 * C), (2048, 4096), (512, 128)])
 def test_top_k_slots(k, blocks):
     def call(scores, ids, group_max):
         return pallas_kernels.top_k_slots(

@@ -68,7 +68,8 @@ def test_scores_that_are_not_numbers_stay_selectable():
 
 
 @pytest.mark.parametrize(
-    "length,k", [(1000, 1000), (8192, 512), (131072, 512), (16384, 2048), (262144, 2048)]
+    "length,k",
+    [(1000, 1000), (8192, 512), (131072, 512), (157312, 512), (16384, 2048), (262144, 2048)],
 )
 def test_top_k_slots(length, k):
     cases = adversarial_scores(length, k)
@@ -77,6 +78,19 @@ def test_top_k_slots(length, k):
     )
     for (name, row), slots in zip(cases.items(), np.asarray(got), strict=True):
         assert slots.tolist() == brute_force.top_k_slots(row, k), name
+
+
+@pytest.mark.parametrize("length,k", [(131072, 512), (262144, 1024)])
+def test_top_k_slots_of_windows_that_are_partly_full(length, k):
+    rng = np.random.default_rng(length)
+    scores = rng.normal(size=(10, length)).astype(np.float32)
+    for row, full in zip(scores, range(0, 10), strict=True):
+        row[length * full // 9 if full < 6 else 3**full :] = -np.inf
+    got, expected = both(
+        lambda s, implementation: pallas_kernels.top_k_slots(s, k, implementation=implementation),
+        scores,
+    )
+    np.testing.assert_array_equal(got, expected)
 
 
 def test_top_k_slots_of_blocks_for_several_rows():

@@ -210,7 +210,10 @@ def test_selected_slots_are_the_best_of_the_scored(params):
     ],
 )
 def test_remembering_at_once_is_remembering_later(config):
-    """The loop's selector against one that waits for ``commit``; one request idles every third."""
+    """The loop's selector against one that waits for ``commit``.
+
+    One request idles every third step; the last step claims more slots than there are.
+    """
     rng = np.random.default_rng(5)
     batch, slots = 3, 64
     keys = IndexKeys(jnp.asarray(rng.normal(size=(batch, slots, 8)), jnp.float32))
@@ -220,7 +223,8 @@ def test_remembering_at_once_is_remembering_later(config):
     commit = jax.jit(lambda selector, *x: selector.commit(*x), static_argnums=0)
     for t in range(7):
         stands = np.array([1, 1, t % 3 > 0])
-        seen = jnp.asarray((np.array([40, 17, 30]) + t) * stands, jnp.int32)
+        seen = np.array([40, 17, 30]) + t if t < 6 else np.array([64, 70, 99])
+        seen = jnp.asarray(seen * stands, jnp.int32)
         query = IndexQuery(
             jnp.asarray(rng.normal(size=(batch, 1, 3, 8)), jnp.float32),
             jnp.asarray(rng.normal(size=(batch, 1, 3)), jnp.float32),
