@@ -7,9 +7,8 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
-from pallas_kernels.selection import choose_blocks
 from spin_jax.config import SpinConfig
 from spin_jax.observation import check_scores, observe_own
 from spin_jax.selection import (
@@ -85,14 +84,13 @@ def _select_rows(
     wanted = jax.vmap(
         jax.vmap(lambda row: jnp.zeros((blocks,), bool).at[row].set(True, mode="drop"))
     )(at)
-    # Blocks ranked by the first row that wants them.
-    wanted_by = jnp.min(jnp.where(wanted, jnp.arange(rows)[None, :, None], rows), axis=1)
-    union = jnp.sum(wanted_by < rows, axis=1, dtype=jnp.int32)
-    rank = jnp.where(wanted_by < rows, -wanted_by.astype(jnp.float32), -jnp.inf)
-    seen = jnp.clip(jnp.max(num_slots, axis=1), 0, allocated_slots(state, cfg))
-    drawn, priority = jnp.zeros_like(union), jnp.zeros(rank.shape, jnp.uint32)
-    budget = jnp.minimum(union, capacity)
-    block_ids, count = choose_blocks(rank, seen, budget, drawn, priority, cfg.block_size, capacity)
+    kept = jnp.any(wanted, axis=1)
+    union = jnp.sum(kept, axis=1, dtype=jnp.int32)
+    count = jnp.minimum(union, capacity)
+    if capacity < blocks:
+        seen = jnp.clip(jnp.max(num_slots, axis=1), 0, allocated_slots(state, cfg))
+        kept = _earliest(wanted, -(-seen // cfg.block_size) - 1, count)
+    block_ids = _ascending(kept, capacity)
 
     needed = jnp.maximum(union, jnp.max(needed, axis=1))
     truncated = (needed > capacity) | (most > allocated_slots(state, cfg))
@@ -102,6 +100,31 @@ def _select_rows(
     own = jnp.broadcast_to(own, (batch, num_rows, capacity))
     selection = BlockSelection(block_ids, count, truncated, own)
     return selection, state.replace(key=key, first=first), needed
+
+
+def _earliest(
+    wanted: Bool[Array, "B R N"], newest: Int32[Array, " B"], count: Int32[Array, " B"]
+) -> Bool[Array, "B N"]:
+    """``count`` of the wanted blocks: the forced ones, then those that earlier rows want."""
+    rows, block = wanted.shape[1], jnp.arange(wanted.shape[2])[None]
+    forced = (block == 0) | (block == newest[:, None])
+    by = jnp.min(jnp.where(wanted, jnp.arange(1, rows + 1)[None, :, None], rows + 1), axis=1)
+    by = jnp.where(forced & (by <= rows), 0, by)
+    # How many are wanted by each row or before it: the row at which they are enough.
+    so_far = jnp.sum(by[:, None] <= jnp.arange(rows + 1)[None, :, None], axis=2, dtype=jnp.int32)
+    last = jnp.sum(so_far < count[:, None], axis=1, keepdims=True)
+    before, tied = by < last, by == last
+    room = count[:, None] - jnp.sum(before, axis=1, keepdims=True, dtype=jnp.int32)
+    return before | (tied & (jnp.cumsum(tied, axis=1, dtype=jnp.int32) <= room))
+
+
+def _ascending(kept: Bool[Array, "B N"], capacity: int) -> Int32[Array, "B C"]:
+    """The numbers of the kept blocks, padded with -1."""
+    place = jnp.where(kept, jnp.cumsum(kept, axis=1, dtype=jnp.int32) - 1, capacity)
+    batch, blocks = kept.shape
+    ids = jnp.full((batch, capacity), -1, jnp.int32)
+    numbers = jnp.broadcast_to(jnp.arange(blocks, dtype=jnp.int32)[None], kept.shape)
+    return ids.at[jnp.arange(batch)[:, None], place].set(numbers, mode="drop")
 
 
 def observe_rows(
