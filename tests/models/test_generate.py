@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from random_params import random_params
 
-from models import generate as generate_module
+from models import programs
 from models.cache import init_cache
 from models.decode import DecodeState, decode_steps
-from models.generate import Session, check_ids, compiled_program, generate, request_keys
+from models.generate import Session, check_ids, generate, request_keys
 from models.params import init_params
 from models.presets import shrink, tiny_config
+from models.programs import compiled_program
 from models.sampling import GREEDY, Sampling, filtered_logits, sample
 from models.selector import ALL_KEEP
 
@@ -245,15 +246,15 @@ def test_temporaries_do_not_grow_with_the_cache():
 
 def test_the_loop_is_one_program_for_any_number_of_steps(params, prompts):
     """One to prefill and one to decode, whatever the session, its prompts and its steps."""
-    before = set(generate_module._PROGRAMS)
+    before = set(programs._PROGRAMS)
     answer = generate(params, CFG, [prompts[1]], 30, stop=[], chunk=CHUNK)
     assert len(answer[0]) == 30
-    made = set(generate_module._PROGRAMS) - before
+    made = set(programs._PROGRAMS) - before
     assert sorted(name[0].__name__ for name in made) == ["decode_steps", "prefill_chunk"]
     # 21 to 36 tokens in all: the same room for them and the same programs.
     again = generate(params, CFG, [prompts[0]], 17, stop=[], chunk=CHUNK, max_len=36)
     assert len(again[0]) == 17
-    assert set(generate_module._PROGRAMS) - before == made
+    assert set(programs._PROGRAMS) - before == made
 
 
 class Lowering:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from random_params import random_params
 
-from models import generate as generate_module
+import models.programs
 from models.generate import Session
 from models.params import param_shardings
 from models.presets import shrink, tiny_config
@@ -25,7 +25,7 @@ def params():
 @pytest.fixture
 def programs(monkeypatch):
     compiled = {}
-    monkeypatch.setattr(generate_module, "_PROGRAMS", compiled)
+    monkeypatch.setattr(models.programs, "_PROGRAMS", compiled)
     return compiled
 
 

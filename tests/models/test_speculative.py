@@ -13,9 +13,10 @@ from random_params import random_params
 from models.acceptance import accept
 from models.cache import init_cache
 from models.decode import decode_steps, verify_step
-from models.generate import Session, compiled_program
+from models.generate import Session
 from models.model import forward
 from models.presets import shrink, tiny_config
+from models.programs import compiled_program
 from models.sampling import GREEDY, Sampling, filtered_logits
 from models.selector import ALL_KEEP
 

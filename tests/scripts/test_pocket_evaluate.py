@@ -23,7 +23,7 @@ from pocket_eval import (
 )
 from pocket_selectors import RandomSlots
 
-from models import generate as generate_module
+from models import programs
 from models.checkpoint import load_release
 from models.checkpoint.export import export_release
 from models.config import CSA, SLIDING
@@ -80,9 +80,9 @@ def test_modes_in_one_batch_answer_like_sessions_of_their_own(folder):
     chosen = modes(cfg, [0.5], [0.0], 2)
     warm_up(params, cfg, len(samples), 128 + evaluate.ROOM, chosen)
     base, ends = prefill(params, cfg, samples, 128 + evaluate.ROOM)
-    compiled = set(generate_module._PROGRAMS)
+    compiled = set(programs._PROGRAMS)
     found = run_modes(base, ends, samples, chosen, 0)
-    assert set(generate_module._PROGRAMS) == compiled
+    assert set(programs._PROGRAMS) == compiled
     assert base.lengths.tolist() == [96] * len(TASKS)
     # The same programs as above, then those of one selector alone.
     for mode in (chosen[0], chosen[2]):
