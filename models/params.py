@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from models.config import CSA, ModelConfig
 
@@ -217,7 +217,18 @@ def param_shardings(
 
     A dimension is split over the mesh axis that ``rules`` gives its logical axis, where the mesh
     has that axis and its size divides the dimension; otherwise it is replicated.
+
+    Raises:
+        ValueError: a mesh whose axes are not of automatic sharding.
     """
+    explicit = [
+        n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t != AxisType.Auto
+    ]
+    if explicit:
+        raise ValueError(
+            f"mesh axis {explicit[0]!r} is of explicit or manual sharding; make the mesh with "
+            "jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))"
+        )
 
     def one(spec: ParamSpec) -> NamedSharding:
         parts: list[str | None] = []

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.compat import Implementation, choose
 from pallas_kernels.ema import ema_scatter
-from pallas_kernels.topk import top_k_slots, unsupported
+from pallas_kernels.topk import check_ranking, top_k_slots, unsupported
 
 
 def top_k_and_observe(
@@ -41,10 +41,16 @@ def top_k_and_observe(
         implementation: "mosaic", "xla", or None to choose by platform, version and shape.
 
     Raises:
-        ValueError: a named implementation cannot run.
+        ValueError: arguments that do not fit, or a named implementation cannot run.
 
     Source: paper, Algorithm 1 steps 7 and 8.
     """
+    check_ranking(scores, k, block_ids, block_size, group_max)
+    if not V.shape == D_rev.shape == (scores.shape[0], V.shape[-1]):
+        raise ValueError(
+            f"V has shape {list(V.shape)} and D_rev {list(D_rev.shape)}; allowed: a row for each "
+            f"of {scores.shape[0]} requests, both of as many slots"
+        )
     why_not = unsupported(scores, k)
     if choose("top_k_and_observe", implementation, why_not) == "mosaic":
         from pallas_kernels.mosaic.observe import top_k_and_observe_mosaic

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from numbers import Integral
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
@@ -34,25 +36,55 @@ def top_k_slots(
         block_ids: Ascending blocks, padded with -1, that the scores belong to: position p is
             slot ``block_ids[p // block_size] * block_size + p % block_size``. None: slot p.
         block_size: Slots a block.
-        group_max: The maximum of every 16 scores, G = ceil(M / 16), as ``index_scores`` returns it,
-            if known: the K-th highest maximum bounds the K-th highest score, so that the kernel
-            need not read groups that hold none of the K highest.
+        group_max: The maximum of every 16 scores but NaN, G = ceil(M / 16), as ``index_scores``
+            returns it, if known: the K-th highest maximum bounds the K-th highest score, so that
+            the kernel need not read groups that hold none of the K highest.
         implementation: "mosaic", "xla", or None to choose by platform, version and shape.
 
     Returns:
         int32 slot numbers, K = min(k, M), ascending; -1 at the end where fewer are selectable.
 
     Raises:
-        ValueError: a named implementation cannot run.
+        ValueError: arguments that do not fit, or a named implementation cannot run.
 
     Source: paper, Algorithm 1 step 7.
     """
+    check_ranking(scores, k, block_ids, block_size, group_max)
     arguments = (scores, k, block_ids, block_size, group_max)
     if choose("top_k_slots", implementation, unsupported(scores, k)) == "mosaic":
         from pallas_kernels.mosaic.topk import top_k_slots_mosaic
 
         return top_k_slots_mosaic(*arguments)
     return top_k_slots_reference(*arguments)
+
+
+def check_ranking(
+    scores: jax.Array,
+    k: int,
+    block_ids: jax.Array | None,
+    block_size: int,
+    group_max: jax.Array | None,
+) -> None:
+    """Raises ``ValueError`` unless what describes the scores fits them."""
+    if isinstance(k, bool) or not isinstance(k, Integral) or k < 1:
+        raise ValueError(f"k is {k!r}; allowed: an integer of at least 1")
+    *leading, length = scores.shape
+    groups = (*leading, -(-length // GROUP))
+    if group_max is not None and group_max.shape != groups:
+        raise ValueError(
+            f"group_max has shape {list(group_max.shape)}; allowed: {list(groups)}, the maximum of "
+            f"every {GROUP} scores, or None"
+        )
+    if block_ids is None:
+        return
+    if block_size < 1 or length % block_size:
+        raise ValueError(f"block_size is {block_size}; allowed: a divisor of {length} scores")
+    wanted = (leading[0] if leading else 1, length // block_size)
+    if block_ids.shape != wanted:
+        raise ValueError(
+            f"block_ids has shape {list(block_ids.shape)}; allowed: {list(wanted)}, a block for "
+            f"every {block_size} scores"
+        )
 
 
 def unsupported(scores: jax.Array, k: int) -> str | None:

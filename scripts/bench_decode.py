@@ -6,10 +6,10 @@ The cases (``--case``):
   spin-cpu         all-keep against SPIN in a model that its indexer dominates, by context
   flash-gpu        Flash's real widths on one GPU, caches filled with random values (default there)
 
-On one H200 (about 60 GiB; XLA reserves 75% of the card, which is enough):
-  python scripts/bench.py decode --case flash-gpu --experts 8 --tokens 507904 --batch 8 \\
-      --sparsity 0.3 0.4 0.5 --exploration 0.05 --steps 32 --repeats 9 \\
-      --out results/decode_h200.json
+On one H200 (111 GiB; seven programs compile in two minutes on 16 cores):
+  XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 python scripts/bench.py decode --case flash-gpu \\
+      --experts 8 --tokens 507904 --batch 24 --sparsity 0.4 0.3 0.5 --exploration 0.05 \\
+      --steps 24 --repeats 5 --draft-length 3 --acceptance 2.4 --out results/decode_h200.json
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ EXAMPLES = """examples:
   python scripts/bench.py decode --case spin-cpu --out results/spin_crossover_cpu.json
   python scripts/bench.py decode --case spin-cpu --slots 32768 --stages
   python scripts/bench.py decode --case flash-gpu --plan      (bytes and lowering, no GPU needed)
-  python scripts/bench.py decode --case flash-gpu --out results/decode_h200.json
+  python scripts/bench.py decode --case flash-gpu --batch 8 --out decode.json
 
 The last line is the result as JSON.
 """

@@ -1,6 +1,6 @@
 """Drafts: how many tokens a verification gives, with and without SPIN, and policies compared.
 
-``live`` runs generate with drafts once all-keep and once under each pair of policies. ``offline``
+``live`` runs generate with drafts once all-keep and under two pairs of policies. ``offline``
 replays every pair at seven sparsities on the record of the all-keep run (the shape of the paper's
 Figure 2). Seconds are of the whole decode loop, so tokens a second of a small model on a CPU say
 what drafting costs there, not what it saves where reading weights is the cost.

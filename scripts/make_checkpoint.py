@@ -28,7 +28,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--preset", required=True, choices=list(PRESETS), help="which shapes")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder to create")
-    parser.add_argument("--layers", type=int, metavar="N", help="fewer layers, of all kinds")
+    parser.add_argument(
+        "--layers", type=int, metavar="N", help="fewer layers; from 3 up, of all kinds"
+    )
     parser.add_argument("--experts", type=int, metavar="N", help="fewer routed experts a layer")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="default %(default)s")
     parser.add_argument(

@@ -71,7 +71,10 @@ class SpinConfig:
         _check_real("sparsity", self.sparsity, lambda x: 0 <= x < 1, "0 <= sparsity < 1: 0 for all")
         _check_real("decay", self.decay, lambda x: 0 <= x < 1, "0 <= decay < 1")
         _check_real("exploration", self.exploration, lambda x: 0 <= x <= 1, "0 to 1: 0 for none")
-        _check_real("staleness_epsilon", self.staleness_epsilon, lambda x: x > 0, "more than 0")
+        _check_real(
+            "staleness_epsilon", self.staleness_epsilon, lambda x: 0 < x < math.inf,
+            "more than 0, and finite",
+        )  # fmt: skip
 
     @property
     def empty(self) -> float:

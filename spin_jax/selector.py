@@ -22,7 +22,7 @@ from pallas_kernels.scoring import GROUP
 from spin_jax.config import SpinConfig, steady_capacity
 from spin_jax.metrics import MissSummary, kept_slots, miss, summarize_miss
 from spin_jax.observation import observe, top_k_and_observe
-from spin_jax.selection import BlockSelection, select_blocks
+from spin_jax.selection import BlockSelection, allocated_slots, select_blocks
 from spin_jax.speculative import Mask, Update, check_mode, observe_rows, select_rows
 from spin_jax.state import SpinState, init_spin, reset
 
@@ -82,7 +82,16 @@ class SpinSelector:
         check_mode("update", self.update, "prefix")
 
     def init(self, num_layers: int, max_slots: int, keys: Key[Array, " B"]) -> tuple[Any, ...]:
-        """V = D = 0 in every layer; a request draws alike in all layers."""
+        """V = D = 0 in every layer; a request draws alike in all layers.
+
+        Raises:
+            ValueError: keys that are not typed, or not one a request.
+        """
+        if not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) or keys.ndim != 1:
+            raise ValueError(
+                f"keys are {keys.dtype}{list(keys.shape)}; allowed: typed keys [B], one a request, "
+                "as jax.random.split(jax.random.key(seed), B) gives"
+            )
         zero = jnp.zeros(keys.shape, jnp.uint32)
 
         def layer() -> SpinLayer:
@@ -130,6 +139,12 @@ class SpinSelector:
     ) -> tuple[Int32[Array, "B T K"], Observation]:
         """Slots for each row from the blocks selected for all rows of a request together."""
         cfg, rows = self.config, num_slots.shape[1]
+        slots, kept = keys.values.shape[1], allocated_slots(state.spin, cfg)
+        if -(-slots // cfg.block_size) != -(-kept // cfg.block_size):
+            raise ValueError(
+                f"there are keys of {slots} slots and a state of {kept} under this configuration; "
+                "pass the state that init of the same selector gave for so many slots"
+            )
         capacity = None
         if not self.unpruned:
             capacity = steady_capacity(cfg, keys.values.shape[1], top_k, rows)

@@ -55,3 +55,9 @@ def test_parameters_sharded_over_a_mesh(params, programs):
     assert len(programs) == 2
     programs.clear()
     assert got == answers(params, CFG)
+
+
+def test_meshes_of_explicit_sharding_are_named():
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with pytest.raises(ValueError, match="mesh axis 'model' is of explicit"):
+        param_shardings(CFG, mesh)

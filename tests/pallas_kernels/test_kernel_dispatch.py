@@ -67,3 +67,28 @@ def selected(slots, named, block_size=64):
     )
     blocks = struct(1, slots // block_size, dtype=jnp.uint32)
     return jax.eval_shape(call, struct(1, slots), struct(1, dtype=jnp.int32), blocks)
+
+
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        ({"k": 0}, "k is 0; allowed: an integer of at least 1"),
+        ({"k": True}, "k is True"),
+        ({"group_max": jnp.zeros((2, 4))}, r"group_max has shape \[2, 4\]; allowed: \[2, 8\]"),
+        ({"block_ids": jnp.zeros((2, 1), jnp.int32)}, r"block_ids has shape \[2, 1\]; allowed"),
+        ({"block_ids": jnp.zeros((2, 2), jnp.int32), "block_size": 60}, "block_size is 60"),
+    ],
+)
+def test_rankings_that_do_not_fit_are_named(options, message):
+    options = {"k": 4} | options
+    with pytest.raises(ValueError, match=message):
+        pallas_kernels.top_k_slots(jnp.zeros((2, 128)), options.pop("k"), **options)
+
+
+def test_states_that_do_not_fit_are_named():
+    ids, count = jnp.zeros((2, 2), jnp.int32), jnp.ones(2, jnp.int32)
+    with pytest.raises(ValueError, match="as many slots"):
+        pallas_kernels.top_k_and_observe(
+            jnp.zeros((2, 128)), 4, jnp.zeros((2, 256)), jnp.zeros((2, 128)), ids, count,
+            block_size=64, decay=0.5,
+        )  # fmt: skip

@@ -297,3 +297,18 @@ def test_the_steady_step_scores_gathers_and_sorts_no_full_context(params):
     # Half of the blocks are gathered, never all.
     gathered = max(sizes(steady, "gather") + [0])
     assert gathered <= slots // 2 * cfg.index_head_dim + 64 * cfg.index_head_dim
+
+
+def test_states_and_keys_that_do_not_fit_are_named():
+    selector = SpinSelector(SpinConfig(block_size=4))
+    with pytest.raises(ValueError, match=r"keys are uint32\[2, 2\]; allowed: typed keys"):
+        selector.init(1, 64, jnp.zeros((2, 2), jnp.uint32))
+    with pytest.raises(ValueError, match="one a request"):
+        selector.init(1, 64, jax.random.key(0))
+    (state,) = selector.init(1, 64, jax.random.split(jax.random.key(0), 2))
+    query = IndexQuery(jnp.zeros((2, 1, 1, 8)), jnp.zeros((2, 1, 1)))
+    with pytest.raises(ValueError, match="keys of 32 slots and a state of 64"):
+        keys = IndexKeys(jnp.zeros((2, 32, 8)))
+        selector.select(query, keys, jnp.ones((2, 1), jnp.int32), state, top_k=4)
+    with pytest.raises(ValueError, match="staleness_epsilon is inf"):
+        SpinConfig(policy="staleness", staleness_epsilon=float("inf"))
