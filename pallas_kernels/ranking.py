@@ -1,4 +1,4 @@
-"""The k highest of many scores, without a sort."""
+"""The k highest of many scores, without a sort, and the numbers of what was chosen."""
 
 from __future__ import annotations
 
@@ -29,7 +29,21 @@ def top_mask(
 
     # Derived from k so that it varies over the same axes under shard_map.
     threshold = jax.lax.fori_loop(0, 32, set_bit, jnp.zeros_like(k, jnp.uint32))[..., None]
-    above = valid & (keys > threshold)
-    tied = valid & (keys == threshold)
-    places = k[..., None] - jnp.sum(above, axis=-1, keepdims=True, dtype=jnp.int32)
+    return break_ties(valid & (keys > threshold), valid & (keys == threshold), k[..., None])
+
+
+def break_ties(
+    above: Bool[Array, "*B S"], tied: Bool[Array, "*B S"], k: Int32[Array, "*B 1"]
+) -> Bool[Array, "*B S"]:
+    """Those above, and the first of those tied that make them k."""
+    places = k - jnp.sum(above, axis=-1, keepdims=True, dtype=jnp.int32)
     return above | (tied & (jnp.cumsum(tied, axis=-1, dtype=jnp.int32) <= places))
+
+
+def ascending_ids(chosen: Bool[Array, "B N"], capacity: int) -> Int32[Array, "B C"]:
+    """The numbers of the chosen entries, the first C of them, padded with -1."""
+    batch, entries = chosen.shape
+    place = jnp.where(chosen, jnp.cumsum(chosen, axis=-1, dtype=jnp.int32) - 1, capacity)
+    number = jnp.broadcast_to(jnp.arange(entries, dtype=jnp.int32)[None], place.shape)
+    ids = jnp.full((batch, capacity), -1, jnp.int32)
+    return ids.at[jnp.arange(batch)[:, None], place].set(number, mode="drop")

@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Float, Int32, Shaped, UInt32
 
 from pallas_kernels.compat import Implementation, choose
 from pallas_kernels.ordering import ordered_keys
+from pallas_kernels.ranking import ascending_ids, break_ties
 
 MAX_BLOCKS = 4096
 """The most blocks that the kernel ranks."""
@@ -117,10 +118,7 @@ def choose_blocks(
     visible = block < active
     chosen = _highest(keys, visible, count - drawn)
     selected = chosen | _highest(priority, visible & ~chosen, drawn)
-    place = jnp.where(selected, jnp.cumsum(selected, axis=-1, dtype=jnp.int32) - 1, capacity)
-    row = jnp.arange(pooled.shape[0])[:, None]
-    ids = jnp.full((pooled.shape[0], capacity), -1, jnp.int32)
-    return ids.at[row, place].set(jnp.broadcast_to(block, place.shape), mode="drop"), count[:, 0]
+    return ascending_ids(selected, capacity), count[:, 0]
 
 
 def _highest(
@@ -130,6 +128,4 @@ def _highest(
     keys = jnp.where(valid, keys, jnp.iinfo(keys.dtype).min)
     last = keys.shape[-1] - 1
     edge = jnp.take_along_axis(jnp.sort(keys, axis=-1), jnp.clip(last + 1 - count, 0, last), axis=1)
-    above, tied = valid & (keys > edge), valid & (keys == edge)
-    room = count - jnp.sum(above, axis=-1, keepdims=True, dtype=jnp.int32)
-    return above | (tied & (jnp.cumsum(tied, axis=-1, dtype=jnp.int32) <= room))
+    return break_ties(valid & (keys > edge), valid & (keys == edge), count)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
+from pallas_kernels.ranking import ascending_ids, break_ties
 from spin_jax.config import SpinConfig
 from spin_jax.observation import check_scores, observe_own
 from spin_jax.selection import (
@@ -90,7 +91,7 @@ def _select_rows(
     if capacity < blocks:
         seen = jnp.clip(jnp.max(num_slots, axis=1), 0, allocated_slots(state, cfg))
         kept = _earliest(wanted, -(-seen // cfg.block_size) - 1, count)
-    block_ids = _ascending(kept, capacity)
+    block_ids = ascending_ids(kept, capacity)
 
     needed = jnp.maximum(union, jnp.max(needed, axis=1))
     truncated = (needed > capacity) | (most > allocated_slots(state, cfg))
@@ -113,18 +114,7 @@ def _earliest(
     # How many are wanted by each row or before it: the row at which they are enough.
     so_far = jnp.sum(by[:, None] <= jnp.arange(rows + 1)[None, :, None], axis=2, dtype=jnp.int32)
     last = jnp.sum(so_far < count[:, None], axis=1, keepdims=True)
-    before, tied = by < last, by == last
-    room = count[:, None] - jnp.sum(before, axis=1, keepdims=True, dtype=jnp.int32)
-    return before | (tied & (jnp.cumsum(tied, axis=1, dtype=jnp.int32) <= room))
-
-
-def _ascending(kept: Bool[Array, "B N"], capacity: int) -> Int32[Array, "B C"]:
-    """The numbers of the kept blocks, padded with -1."""
-    place = jnp.where(kept, jnp.cumsum(kept, axis=1, dtype=jnp.int32) - 1, capacity)
-    batch, blocks = kept.shape
-    ids = jnp.full((batch, capacity), -1, jnp.int32)
-    numbers = jnp.broadcast_to(jnp.arange(blocks, dtype=jnp.int32)[None], kept.shape)
-    return ids.at[jnp.arange(batch)[:, None], place].set(numbers, mode="drop")
+    return break_ties(by < last, by == last, count[:, None])
 
 
 def observe_rows(

@@ -25,8 +25,8 @@ from pallas_kernels.compat import mosaic_kernel
 from pallas_kernels.mosaic import lanes
 from pallas_kernels.mosaic.search import TILE, Tiles
 from pallas_kernels.ordering import HIGHEST, NEVER, ordered_keys
-from pallas_kernels.scoring import group_maxima
-from pallas_kernels.topk import GROUP, group_size
+from pallas_kernels.scoring import GROUP, group_maxima
+from pallas_kernels.topk import group_size
 
 Load = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 
@@ -233,22 +233,24 @@ def _lower_bound(
         buffer[pl.ds(few + me * share, share)] = keys
     lanes.meet(everyone=True)
 
-    def search(turn, found):
+    turns = 2 if joined > 1 else 1
+
+    def search(state):
+        turn, *nothing = state
         tiles = jnp.where(turn == 0, few // TILE, WARPGROUPS * share // TILE)
         here = Tiles(buffer, turn * few, tiles, warps)
         # NEVER - 1 is the highest integer, so that NEVER is not the minimum.
         lowest = here.reduce("min", lambda x, keys: jnp.minimum(x, keys - 1), HIGHEST)
         lowest = jnp.maximum(lowest + 1, NEVER + 1)
-        last = turn == (0 if joined == 1 else 1)
-        enough = last | (2 * here.number_above(NEVER) >= 3 * ranking.k)
+        enough = (turn == turns - 1) | (2 * here.number_above(NEVER) >= 3 * ranking.k)
         find = lambda *_: here.find_kth(ranking.k, lowest)  # noqa: E731
-        return jax.lax.cond((found[1] < 0) & enough, find, lambda *found: found, *found)
+        return turn + 1, *jax.lax.cond(enough, find, lambda *nothing: nothing, *nothing)
 
     @pl.when(me == 0)
     def _():
-        turns = 2 if joined > 1 else 1
-        start = (jnp.int32(NEVER + 1), jnp.int32(-1))
-        bound, reaching = jax.lax.fori_loop(0, turns, search, start)
+        start = (jnp.int32(0), jnp.int32(NEVER + 1), jnp.int32(-1))
+        unsettled = lambda state: (state[0] < turns) & (state[2] < 0)  # noqa: E731
+        _, bound, reaching = jax.lax.while_loop(unsettled, search, start)
         # Where nothing was counted, fewer than K may reach the lowest: every group is read.
         shared[0] = jnp.where(reaching < 0, NEVER + 1, bound)
 
