@@ -18,6 +18,7 @@ from models.cache import (
     RingPlan,
     Step,
     extend_ring,
+    history_rows,
     make_step,
     plan_ring,
     put_rows,
@@ -39,6 +40,7 @@ from models.layers import (
 )
 from models.quant_sim import quantise_fp8, simulate_fp4, simulate_fp8
 from models.selector import IndexKeys, IndexQuery, Selector
+from pallas_kernels import sparse_attention
 from pallas_kernels.compat import runs_on_gpu
 
 
@@ -47,8 +49,11 @@ class StepPlan(NamedTuple):
 
     step: Step
     window: RingPlan
-    in_window: Bool[Array, "B T M"]
-    """Rows of the window's history that each token sees: max(0, p - W + 1) .. p."""
+    in_window: Bool[Array, "B T M"] | None
+    """Rows of the window's history that each token sees, tokens max(0, p - W + 1) .. p; on a GPU
+    those rows are listed instead."""
+    window_rows: Int32[Array, "B T W"] | None
+    """Those rows, the newest first, then -1."""
     seen: Int32[Array, "B T"]
     """Tokens that each row sees, its own included; rows of padding see what the last real one
     does, so that they never reach beyond the allocation nor add to what a selector scores. A
@@ -70,14 +75,15 @@ def plan_step(
     """The plan of a step of ``tokens`` tokens for layers of the given ratios."""
     step = make_step(length, num_new, tokens)
     window = plan_ring(step, cfg.sliding_window + max_draft, max_draft)
-    held, p = window.held[:, None, :], step.positions[:, :, None]
+    on_gpu = runs_on_gpu()
     heads = {(bool(ratio), cfg.head_dim) for ratio in ratios}
     if CSA in ratios:
         heads.add((True, cfg.index_head_dim))
     plan = StepPlan(
         step,
         window,
-        (held >= 0) & (held <= p) & (held > p - cfg.sliding_window),
+        None if on_gpu else _in_window(step, window, cfg),
+        _window_rows(step, max_draft, cfg) if on_gpu else None,
         jnp.where(step.num_new[:, None], jnp.minimum(step.positions + 1, step.end[:, None]), 0),
         {
             (compressed, width): rope_rotation(
@@ -90,6 +96,20 @@ def plan_step(
     # Without a barrier XLA recomputes these small arrays inside every fusion of every layer that
     # reads them: a third of the compile time, and slower steps.
     return jax.lax.optimization_barrier(plan)
+
+
+def _in_window(step: Step, window: RingPlan, cfg: ModelConfig) -> Bool[Array, "B T M"]:
+    held, p = window.held[:, None, :], step.positions[:, :, None]
+    return (held >= 0) & (held <= p) & (held > p - cfg.sliding_window)
+
+
+def _window_rows(step: Step, max_draft: int, cfg: ModelConfig) -> Int32[Array, "B T W"]:
+    # Padding sees what the last real token does.
+    newest = jnp.minimum(step.positions, step.end[:, None] - 1)
+    tokens = newest[..., None] - jnp.arange(cfg.sliding_window, dtype=jnp.int32)
+    size = cfg.sliding_window + max_draft
+    rows = history_rows(tokens.reshape(tokens.shape[0], -1), step, size, max_draft)
+    return jnp.where(tokens >= 0, rows.reshape(tokens.shape), -1)
 
 
 class Attended(NamedTuple):
@@ -120,9 +140,9 @@ def attention(
     kv = _kv_grid(kv, cfg)
     window, history = extend_ring(cache.window, kv, plan.window)
     cache = cache.replace(window=window)
-    groups = [_Group(history, plan.in_window)]
 
     observation, slots, query = (), None, None
+    compressed, num_slots = None, None
     if ratio:
         assert cache.pending is not None and cache.compressed is not None
         slot_plan = plan.slots[ratio]
@@ -147,13 +167,22 @@ def attention(
             slots, observation = selector.select(
                 query, keys, num_slots, selector_state, top_k=cfg.index_topk
             )
-            chosen = take_rows(compressed, jnp.maximum(slots, 0))
-            groups.append(_Group(chosen, slots >= 0))
-        else:
-            visible = jnp.arange(compressed.shape[1])[None, None] < num_slots[..., None]
-            groups.append(_Group(compressed, visible))
 
-    o = _attend(q, groups, p["attn_sink"])
+    if plan.window_rows is not None:
+        o = sparse_attention(
+            q, history, plan.window_rows, p["attn_sink"], slots=compressed, slot_ids=slots,
+            num_slots=num_slots if slots is None else None, scale=cfg.head_dim**-0.5,
+        )  # fmt: skip
+    else:
+        assert plan.in_window is not None
+        groups = [_Group(history, plan.in_window)]
+        if compressed is not None and num_slots is not None:
+            if slots is None:
+                visible = jnp.arange(compressed.shape[1])[None, None] < num_slots[..., None]
+                groups.append(_Group(compressed, visible))
+            else:
+                groups.append(_Group(take_rows(compressed, jnp.maximum(slots, 0)), slots >= 0))
+        o = _attend_on_cpu(q, groups, p["attn_sink"])
     out = project_out(p, o, token_rotation, cfg, x.dtype)
     return Attended(out, cache, observation, slots, query)
 
@@ -233,37 +262,14 @@ class _Group(NamedTuple):
         return "bmd" if self.rows.ndim == 3 else "btmd"
 
 
-def _attend(
-    q: Float[Array, "B T H d"], groups: list[_Group], sink: Float[Array, "H"]
-) -> Float[Array, "B T H d"]:
-    """``o = sum e^s v / (sum e^s + e^sink)`` with ``s = q . k d^-1/2``, float32."""
-    return (_attend_on_gpu if runs_on_gpu() else _attend_on_cpu)(q, groups, sink)
-
-
-def _attend_on_gpu(
-    q: Float[Array, "B T H d"], groups: list[_Group], sink: Float[Array, "H"]
-) -> Float[Array, "B T H d"]:
-    """Scores as [B, T, H, M]: one row of all groups and the sink is one softmax, in one kernel."""
-    batch, rows, heads, width = q.shape
-    scores = []
-    for group in groups:
-        s = einsum(f"bthd,{group.axes}->bthm", q, group.rows) * width**-0.5
-        scores.append(jnp.where(group.mask[:, :, None], s, -jnp.inf))
-    column = jnp.broadcast_to(sink[None, None, :, None], (batch, rows, heads, 1))
-    weights = jax.nn.softmax(jnp.concatenate((*scores, column), axis=-1), axis=-1)
-    out, first = jnp.zeros((), F32), 0
-    for group, s in zip(groups, scores, strict=True):
-        part = weights[..., first : first + s.shape[-1]].astype(group.rows.dtype)
-        out = out + einsum(f"bthm,{group.axes}->bthd", part, group.rows)
-        first += s.shape[-1]
-    return out
-
-
 def _attend_on_cpu(
     q: Float[Array, "B T H d"], groups: list[_Group], sink: Float[Array, "H"]
 ) -> Float[Array, "B T H d"]:
-    """Scores key-major, [B, M, T, H]: the cached rows are the left side of both products, in the
-    layout they have in memory, and XLA's CPU backend makes no transposed copy of a cache.
+    """``o = sum e^s v / (sum e^s + e^sink)`` with ``s = q . k d^-1/2``, float32.
+
+    Scores are key-major, [B, M, T, H]: the cached rows are the left side of both products, in the
+    layout they have in memory, and XLA's CPU backend makes no transposed copy of a cache. Rows of a
+    window serve all tokens of a step; ``pallas_kernels.sparse_attention`` gathers them for each.
     """
     scale = q.shape[-1] ** -0.5
     scores = []

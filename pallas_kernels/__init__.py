@@ -3,6 +3,7 @@
 Everything here works under jit, scan, vmap and shard_map, whichever implementation runs.
 """
 
+from pallas_kernels.attention import sparse_attention as sparse_attention
 from pallas_kernels.ema import ema_scatter as ema_scatter
 from pallas_kernels.observe import top_k_and_observe as top_k_and_observe
 from pallas_kernels.scoring import index_scores as index_scores
@@ -15,6 +16,7 @@ __all__ = [
     "index_scores",
     "select_blocks",
     "sinkhorn",
+    "sparse_attention",
     "top_k_and_observe",
     "top_k_slots",
 ]

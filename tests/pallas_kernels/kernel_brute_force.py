@@ -82,3 +82,18 @@ def sinkhorn(logits, iterations, eps):
             x = x / (x.sum(axis=axis, keepdims=True) + eps)
         out[at] = x
     return out
+
+
+def sparse_attention(q, tables, lists, sink, scale):
+    """``tables`` of rows and ``lists`` [B, T, n] of those that each token sees, -1 for none."""
+    out = np.zeros(q.shape, np.float64)
+    for b, t, h in np.ndindex(*q.shape[:3]):
+        seen = [
+            table[b][ids[b, t][ids[b, t] >= 0]] for table, ids in zip(tables, lists, strict=True)
+        ]
+        rows = np.concatenate(seen).astype(np.float64)
+        s = rows @ q[b, t, h].astype(np.float64) * scale
+        top = max(float(sink[h]), s.max(initial=-np.inf))
+        e = np.exp(s - top)
+        out[b, t, h] = e @ rows / (e.sum() + np.exp(float(sink[h]) - top))
+    return out

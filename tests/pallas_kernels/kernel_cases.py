@@ -62,3 +62,21 @@ def selection_case(rng, slots, block, ties):
     explore = int(rng.integers(0, budget - forced + 1))
     priority = rng.integers(0, 4 if ties else 2**32, num_blocks, dtype=np.uint32)
     return V, D_rev, N, budget, explore, priority
+
+
+def attention_case(rng, batch, rows, heads, width, *, window=(70, 60), slots=200, listed=100):
+    """Arguments of sparse_attention, with lists of all lengths, empty ones among them."""
+    held, seen = window
+    q = rng.normal(size=(batch, rows, heads, width)).astype(np.float32)
+    tables = [rng.normal(size=(batch, n, width)).astype(np.float32) for n in (held, slots)]
+    window_ids = np.full((batch, rows, seen), -1, np.int32)
+    slot_ids = np.full((batch, rows, listed), -1, np.int32)
+    for at, (b, t) in enumerate(np.ndindex(batch, rows)):
+        counts = [(seen, listed), (1, 0), (0, listed - 1), (0, 0), (seen // 2, listed // 2)]
+        n, k = counts[at % len(counts)]
+        window_ids[b, t, :n] = rng.permutation(held)[:n]
+        slot_ids[b, t, :k] = rng.permutation(slots)[:k]
+    num_slots = rng.integers(0, slots + 1, (batch, rows)).astype(np.int32)
+    num_slots[0, 0] = slots
+    sink = rng.normal(size=heads).astype(np.float32)
+    return q, tables[0], window_ids, sink, tables[1], slot_ids, num_slots

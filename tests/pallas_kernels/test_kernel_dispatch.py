@@ -35,6 +35,9 @@ def test_an_unknown_implementation_is_named():
         (lambda named: ranked(length=2**22, k=8, named=named), "16384 or fewer"),
         (lambda named: selected(slots=2**20, named=named), "more than 4096 blocks"),
         (lambda named: selected(slots=64, block_size=4, named=named), "block_size=4"),
+        (lambda named: attended(heads=32, named=named), "32 heads of 512 channels"),
+        (lambda named: attended(width=576, named=named), "64 heads of 576 channels"),
+        (lambda named: attended(dtype=jnp.float32, named=named), "rows are float32"),
     ],
 )
 def test_shapes_that_no_kernel_takes_get_the_reference_or_an_error(call, reason):
@@ -92,3 +95,34 @@ def test_states_that_do_not_fit_are_named():
             jnp.zeros((2, 128)), 4, jnp.zeros((2, 256)), jnp.zeros((2, 128)), ids, count,
             block_size=64, decay=0.5,
         )  # fmt: skip
+
+
+def attended(heads=64, width=512, dtype=jnp.bfloat16, named=None, **changes):
+    arguments = {
+        "q": struct(2, 1, heads, width, dtype=dtype),
+        "window": struct(2, 9, width, dtype=dtype),
+        "window_ids": struct(2, 1, 8, dtype=jnp.int32),
+        "sink": struct(heads),
+        "slots": struct(2, 64, width, dtype=dtype),
+        "slot_ids": struct(2, 1, 16, dtype=jnp.int32),
+    } | changes
+    call = lambda x: pallas_kernels.sparse_attention(  # noqa: E731
+        **x, scale=0.1, implementation=named
+    )
+    return jax.eval_shape(call, arguments)
+
+
+@pytest.mark.parametrize(
+    "changes,message",
+    [
+        ({"slots": None}, "neither without slots"),
+        ({"slot_ids": None}, "one of them"),
+        ({"num_slots": struct(2, 1, dtype=jnp.int32)}, "one of them"),
+        ({"window": struct(1, 9, 512, dtype=jnp.bfloat16)}, r"\[1, 9, 512\].*allowed: \[2, rows"),
+        ({"slot_ids": struct(2, 3, 16, dtype=jnp.int32)}, r"\[2, 3, 16\].*2 x 1 tokens"),
+        ({"sink": struct(63)}, "63 sinks"),
+    ],
+)
+def test_attention_names_what_does_not_fit(changes, message):
+    with pytest.raises(ValueError, match=message):
+        attended(**changes)

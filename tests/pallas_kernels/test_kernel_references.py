@@ -6,7 +6,7 @@ import kernel_brute_force as brute_force
 import ml_dtypes
 import numpy as np
 import pytest
-from kernel_cases import adversarial_scores, ascending_blocks, selection_case
+from kernel_cases import adversarial_scores, ascending_blocks, attention_case, selection_case
 
 import pallas_kernels
 
@@ -161,3 +161,24 @@ def test_sinkhorn(shape, iterations):
 def test_sinkhorn_of_nothing_sensible(shape, iterations):
     with pytest.raises(ValueError, match="square and iterations at least 1"):
         pallas_kernels.sinkhorn(np.zeros(shape, np.float32), iterations, 1e-6)
+
+
+@pytest.mark.parametrize("scale", [0.25, 75.0])
+@pytest.mark.parametrize("slots", ["none", "listed", "first"])
+def test_sparse_attention(slots, scale):
+    rng = np.random.default_rng(0)
+    q, window, ids, sink, table, slot_ids, num_slots = attention_case(rng, 2, 3, 4, 16)
+    tables, lists, named = [window], [ids], {}
+    if slots == "listed":
+        tables, lists, named = [window, table], [ids, slot_ids], {"slot_ids": slot_ids}
+    if slots == "first":
+        first = np.arange(table.shape[1])
+        first = np.where(first < num_slots[..., None], first, -1)
+        tables, lists, named = [window, table], [ids, first], {"num_slots": num_slots}
+    got = jax.jit(pallas_kernels.sparse_attention, static_argnames="scale")(
+        q, window, ids, sink, slots=None if slots == "none" else table, scale=scale, **named
+    )
+    expected = brute_force.sparse_attention(q, tables, lists, sink, scale)
+    # Scores in the hundreds have an absolute error of their own rounding.
+    tolerance = 1e-5 if scale < 1 else 1e-3
+    np.testing.assert_allclose(got, expected, rtol=tolerance, atol=1e-6)

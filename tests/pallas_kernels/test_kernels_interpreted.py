@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import kernel_brute_force as brute_force
 import numpy as np
 import pytest
-from kernel_cases import adversarial_scores, ascending_blocks, selection_case
+from kernel_cases import adversarial_scores, ascending_blocks, attention_case, selection_case
 
 import pallas_kernels
 from pallas_kernels import compat
@@ -157,3 +157,32 @@ def test_sinkhorn(shape):
     logits = 3 * np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     got = interpret(lambda x: pallas_kernels.sinkhorn(x, 20, 1e-6, implementation="mosaic"), logits)
     np.testing.assert_allclose(got, brute_force.sinkhorn(logits, 20, 1e-6), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("slots", ["none", "listed", "first"])
+def test_sparse_attention(slots, monkeypatch):
+    """Shares of one tile and of all tiles, lists that end inside a tile, and empty ones."""
+    from pallas_kernels.mosaic import attention
+
+    monkeypatch.setattr(attention, "shares", lambda blocks, tiles: 1 if slots == "listed" else 3)
+    case = attention_case(np.random.default_rng(0), 2, 3, 64, 128)
+    q, window, ids, sink, table, slot_ids, num_slots = case
+    q, window, table = (jnp.asarray(x, jnp.bfloat16) for x in (q, window, table))
+    window, table = window.at[:, -1].set(jnp.nan), table.at[:, -1].set(jnp.nan)
+    ids, slot_ids = (np.where(x == n - 1, 0, x) for x, n in ((ids, 70), (slot_ids, 200)))
+    named = {
+        "none": {},
+        "listed": {"slots": table, "slot_ids": slot_ids},
+        "first": {"slots": table, "num_slots": np.minimum(num_slots, 199)},
+    }[slots]
+
+    def call(q, implementation):
+        return pallas_kernels.sparse_attention(
+            q, window, ids, sink, scale=0.1, implementation=implementation, **named
+        )
+
+    got = interpret(lambda q: call(q, "mosaic"), q)
+    # The kernel reads only what is listed; the reference multiplies the rest by zero.
+    window, table = (jnp.nan_to_num(x) for x in (window, table))
+    named = {name: table if name == "slots" else x for name, x in named.items()}
+    np.testing.assert_allclose(got, call(q, "xla"), atol=0.02)

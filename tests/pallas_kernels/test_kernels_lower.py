@@ -155,3 +155,28 @@ def test_kernels_lower_under_shard_map():
     mix = jax.shard_map(sinkhorn, mesh=mesh, in_specs=P("data"), out_specs=P("data"),
                         check_vma=False)  # fmt: skip
     assert kernels(lower(mix, struct(f32, B, 4, 4))) == 1
+
+
+@pytest.mark.parametrize("slots", ["none", "listed", "first"])
+@pytest.mark.parametrize("heads,rows,k", [(64, 1, 512), (128, 4, 1024)])
+def test_sparse_attention(slots, heads, rows, k):
+    def call(q, window, ids, sink, table, listed, count):
+        return pallas_kernels.sparse_attention(
+            q, window, ids, sink, slots=table, slot_ids=listed, num_slots=count, scale=0.04,
+            implementation="mosaic",
+        )  # fmt: skip
+
+    arguments = [
+        struct(jnp.bfloat16, B, rows, heads, 512), struct(jnp.bfloat16, B, 135, 512),
+        struct(i32, B, rows, 128), struct(f32, heads),
+        None if slots == "none" else struct(jnp.bfloat16, B, 4096, 512),
+        struct(i32, B, rows, k) if slots == "listed" else None,
+        struct(i32, B, rows) if slots == "first" else None,
+    ]  # fmt: skip
+    assert kernels(lower(call, *arguments)) == 1
+    axes = [0] * 3 + [None] + [None if x is None else 0 for x in arguments[4:]]
+    mapped = [
+        x if axis is None else struct(x.dtype, 2, *x.shape)
+        for x, axis in zip(arguments, axes, strict=True)
+    ]
+    assert kernels(lower(jax.vmap(call, in_axes=axes), *mapped)) == 1

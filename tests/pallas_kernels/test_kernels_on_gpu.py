@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import kernel_brute_force as brute_force
 import numpy as np
 import pytest
-from kernel_cases import adversarial_scores, ascending_blocks
+from kernel_cases import adversarial_scores, ascending_blocks, attention_case
 
 import pallas_kernels
 
@@ -205,3 +205,49 @@ def test_sinkhorn(shape):
         logits,
     )
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("slots", ["none", "listed", "first"])
+@pytest.mark.parametrize("batch,rows,heads,width", [(3, 2, 64, 512), (1, 1, 128, 128)])
+def test_sparse_attention(batch, rows, heads, width, slots):
+    rng = np.random.default_rng(rows)
+    sizes = {"window": (135, 128), "slots": 5000, "listed": 512}
+    case = attention_case(rng, batch, rows, heads, width, **sizes)
+    q, window, ids, sink, table, slot_ids, num_slots = case
+    named = {
+        "none": {},
+        "listed": {"slots": table, "slot_ids": slot_ids},
+        "first": {"slots": table, "num_slots": num_slots},
+    }[slots]
+
+    def call(dtype, implementation):
+        x = {"q": q, "window": window, "slots": named.get("slots")}
+        x = {name: v if v is None else jnp.asarray(v, jnp.bfloat16).astype(dtype)
+             for name, v in x.items()}  # fmt: skip
+        return pallas_kernels.sparse_attention(
+            window_ids=ids, sink=sink, scale=width**-0.5, implementation=implementation,
+            **(named | x),
+        )  # fmt: skip
+
+    expected = np.asarray(call(jnp.float32, "xla"))
+    got = np.asarray(call(jnp.bfloat16, "mosaic"))
+    # Weights are rounded to bfloat16, as everywhere in a bfloat16 model.
+    assert np.linalg.norm(got - expected) < 3e-3 * np.linalg.norm(expected)
+
+
+def test_sparse_attention_reads_listed_rows_only():
+    rng = np.random.default_rng(0)
+    q, window, ids, sink, table, slot_ids, _ = attention_case(rng, 5, 1, 64, 256)
+    q, window, table = (jnp.asarray(x, jnp.bfloat16) for x in (q, window, table))
+    call = lambda window, table: pallas_kernels.sparse_attention(  # noqa: E731
+        q, window, ids, sink, slots=table, slot_ids=slot_ids, scale=0.06, implementation="mosaic"
+    )
+    unlisted = [
+        np.stack([~np.isin(np.arange(x.shape[1]), listed) for listed in i])
+        for x, i in ((window, ids), (table, slot_ids))
+    ]
+    poisoned = [
+        jnp.where(hidden[..., None], jnp.nan, x)
+        for x, hidden in zip((window, table), unlisted, strict=True)
+    ]
+    np.testing.assert_array_equal(call(*poisoned), call(window, table))
