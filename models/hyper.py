@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from models.config import ModelConfig
 from models.layers import F32, linear, mean_square_scale
-from pallas_kernels import sinkhorn
+from pallas_kernels import mixing_weights
 from pallas_kernels.compat import Implementation
 
 
@@ -26,17 +26,8 @@ class Mixing(NamedTuple):
     """``comb[i, j]``: how much of old stream i goes to new stream j; doubly stochastic."""
 
 
-def _affine_mix(
-    p: Any, streams: Float[Array, "B T m D"], counts: tuple[int, ...], cfg: ModelConfig
-) -> Float[Array, "B T r"]:
-    """``(fn . flatten(x)) rsqrt(mean(flatten(x)^2) + eps) * scale + base``.
-
-    Scale number i serves the next ``counts[i]`` rows.
-    """
-    flat = streams.reshape(*streams.shape[:2], -1).astype(F32)
-    mix = linear(flat, p["fn"]) * mean_square_scale(flat, cfg.rms_norm_eps)
-    scale = jnp.concatenate([jnp.broadcast_to(p["scale"][i], (n,)) for i, n in enumerate(counts)])
-    return mix * scale[None, None] + p["base"][None, None]
+def _flat(streams: Float[Array, "B T m D"]) -> Float[Array, "B T m*D"]:
+    return streams.reshape(*streams.shape[:2], -1).astype(F32)
 
 
 def mixing(
@@ -48,14 +39,15 @@ def mixing(
 ) -> Mixing:
     """Read and write weights of a sublayer from the streams themselves.
 
-    ``implementation`` is that of :func:`pallas_kernels.sinkhorn`: "xla" has a gradient.
+    ``implementation`` is that of :func:`pallas_kernels.mixing_weights`: "xla" has a gradient.
     """
-    m = cfg.hc_mult
-    mix = _affine_mix(p, streams, (m, m, m * m), cfg)
-    gates = jax.lax.logistic(mix[..., : 2 * m])
-    logits = mix[..., 2 * m :].reshape(*mix.shape[:2], m, m)
-    comb = sinkhorn(logits, cfg.hc_sinkhorn_iters, cfg.hc_eps, implementation=implementation)
-    return Mixing(gates[..., :m] + cfg.hc_eps, 2 * gates[..., m:], comb)
+    flat = _flat(streams)
+    weights = mixing_weights(
+        linear(flat, p["fn"]), jnp.einsum("...c,...c->...", flat, flat), p["scale"], p["base"],
+        width=flat.shape[-1], rms_eps=cfg.rms_norm_eps, iterations=cfg.hc_sinkhorn_iters,
+        eps=cfg.hc_eps, implementation=implementation,
+    )  # fmt: skip
+    return Mixing(*weights)
 
 
 def read_streams(
@@ -75,5 +67,7 @@ def write_streams(
 
 def head_read(p: Any, streams: Float[Array, "B T m D"], cfg: ModelConfig) -> Float[Array, "B T D"]:
     """The streams' last reading, before the final norm: sigmoid weights alone, one scale."""
-    pre = jax.lax.logistic(_affine_mix(p, streams, (cfg.hc_mult,), cfg)) + cfg.hc_eps
-    return read_streams(streams, pre)
+    flat = _flat(streams)
+    mix = linear(flat, p["fn"]) * mean_square_scale(flat, cfg.rms_norm_eps)
+    mix = mix * p["scale"][None, None] + p["base"][None, None]
+    return read_streams(streams, jax.lax.logistic(mix) + cfg.hc_eps)

@@ -71,17 +71,22 @@ def ema_scatter(V, D_rev, scores, block_ids, N, block_size, decay):
     return V, D[::-1]
 
 
-def sinkhorn(logits, iterations, eps):
-    """Row and column normalisation in turns, matrix by matrix, in float64."""
-    out = np.empty(logits.shape, np.float64)
-    for at in np.ndindex(*logits.shape[:-2]):
-        x = np.exp(logits[at].astype(np.float64) - logits[at].max(axis=1, keepdims=True))
-        x = x / x.sum(axis=1, keepdims=True) + eps
+def mixing_weights(product, square, scale, base, width, rms_eps, iterations, eps):
+    """Token by token, in float64; Sinkhorn is row and column normalisation in turns."""
+    m = round(math.sqrt(len(base) + 1)) - 1
+    pre, post = np.empty((2, *square.shape, m))
+    comb = np.empty((*square.shape, m, m))
+    for at in np.ndindex(*square.shape):
+        x = product[at].astype(np.float64) / math.sqrt(square[at] / width + rms_eps)
+        a, b, c = np.split(x * np.repeat(scale, (m, m, m * m)) + base, [m, 2 * m])
+        pre[at], post[at] = 1 / (1 + np.exp(-a)) + eps, 2 / (1 + np.exp(-b))
+        c = c.reshape(m, m)
+        c = np.exp(c - c.max(axis=1, keepdims=True))
+        c = c / c.sum(axis=1, keepdims=True) + eps
         for turn in range(2 * iterations - 1):
-            axis = 0 if turn % 2 == 0 else 1
-            x = x / (x.sum(axis=axis, keepdims=True) + eps)
-        out[at] = x
-    return out
+            c = c / (c.sum(axis=turn % 2, keepdims=True) + eps)
+        comb[at] = c
+    return pre, post, comb
 
 
 def sparse_attention(q, tables, lists, sink, scale):

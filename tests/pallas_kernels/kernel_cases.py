@@ -64,6 +64,18 @@ def selection_case(rng, slots, block, ties):
     return V, D_rev, N, budget, explore, priority
 
 
+MIXING = {"width": 96, "rms_eps": 1e-3, "eps": 1e-6}
+
+
+def mixing_case(rng, tokens, m):
+    """Arguments of mixing_weights with logits of a few units."""
+    rows = m * (m + 2)
+    product = 10 * rng.normal(size=(*tokens, rows)).astype(np.float32)
+    square = MIXING["width"] * rng.uniform(4, 40, tokens).astype(np.float32)
+    scale = np.array([1, -0.5, 1.5], np.float32)
+    return product, square, scale, rng.normal(size=rows).astype(np.float32)
+
+
 def attention_case(rng, batch, rows, heads, width, *, window=(70, 60), slots=200, listed=100):
     """Arguments of sparse_attention, with lists of all lengths, empty ones among them."""
     held, seen = window

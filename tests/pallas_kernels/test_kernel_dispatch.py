@@ -38,6 +38,9 @@ def test_an_unknown_implementation_is_named():
         (lambda named: attended(heads=32, named=named), "32 heads of 512 channels"),
         (lambda named: attended(width=576, named=named), "64 heads of 576 channels"),
         (lambda named: attended(dtype=jnp.float32, named=named), "rows are float32"),
+        (lambda named: mixed(m=9, named=named), "9 streams are more than 8"),
+        (lambda named: mixed(tokens=(0, 1), named=named), "there is nothing in product"),
+        (lambda named: mixed(named=named, base=struct(24, dtype=jnp.bfloat16)), "base is bfloat16"),
     ],
 )
 def test_shapes_that_no_kernel_takes_get_the_reference_or_an_error(call, reason):
@@ -70,6 +73,36 @@ def selected(slots, named, block_size=64):
     )
     blocks = struct(1, slots // block_size, dtype=jnp.uint32)
     return jax.eval_shape(call, struct(1, slots), struct(1, dtype=jnp.int32), blocks)
+
+
+def mixed(tokens=(2, 1), m=4, iterations=2, named=None, **changes):
+    rows = m * (m + 2)
+    arguments = {
+        "product": struct(*tokens, rows),
+        "square": struct(*tokens),
+        "scale": struct(3),
+        "base": struct(rows),
+    } | changes
+    call = lambda x: pallas_kernels.mixing_weights(  # noqa: E731
+        **x, width=64, rms_eps=1e-6, iterations=iterations, eps=1e-6, implementation=named
+    )
+    return jax.eval_shape(call, arguments)
+
+
+@pytest.mark.parametrize(
+    "changes,message",
+    [
+        ({"base": struct(23)}, r"base has shape \[23\].*m \(m \+ 2\)"),
+        ({"base": struct(0)}, r"base has shape \[0\]"),
+        ({"base": struct(15)}, r"product has shape \[2, 1, 24\]; allowed: \[2, 1, 15\]"),
+        ({"square": struct(2, 1, 1)}, r"square has shape \[2, 1, 1\]; allowed: \[2, 1\]"),
+        ({"scale": struct(1)}, r"scale has shape \[1\]; allowed: \[3\]"),
+        ({"iterations": 0}, "iterations is 0; allowed: at least 1"),
+    ],
+)
+def test_mixing_weights_name_what_does_not_fit(changes, message):
+    with pytest.raises(ValueError, match=message):
+        mixed(**changes)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,14 @@ import kernel_brute_force as brute_force
 import ml_dtypes
 import numpy as np
 import pytest
-from kernel_cases import adversarial_scores, ascending_blocks, attention_case, selection_case
+from kernel_cases import (
+    MIXING,
+    adversarial_scores,
+    ascending_blocks,
+    attention_case,
+    mixing_case,
+    selection_case,
+)
 
 import pallas_kernels
 
@@ -149,18 +156,13 @@ def test_references_work_under_vmap_and_scan():
 
 
 @pytest.mark.parametrize("iterations", [1, 4, 20])
-@pytest.mark.parametrize("shape", [(4, 4), (3, 2, 2), (2, 5, 9, 9)])
-def test_sinkhorn(shape, iterations):
-    logits = 3 * np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-    got = pallas_kernels.sinkhorn(logits, iterations, 1e-6)
-    expected = brute_force.sinkhorn(logits, iterations, 1e-6)
-    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("shape,iterations", [((3, 4), 2), ((4, 4), 0), ((4,), 1)])
-def test_sinkhorn_of_nothing_sensible(shape, iterations):
-    with pytest.raises(ValueError, match="square and iterations at least 1"):
-        pallas_kernels.sinkhorn(np.zeros(shape, np.float32), iterations, 1e-6)
+@pytest.mark.parametrize("tokens,m", [((), 4), ((3,), 2), ((2, 5), 9), ((2, 1, 3), 1)])
+def test_mixing_weights(tokens, m, iterations):
+    case = mixing_case(np.random.default_rng(m), tokens, m)
+    got = pallas_kernels.mixing_weights(*case, iterations=iterations, **MIXING)
+    expected = brute_force.mixing_weights(*case, iterations=iterations, **MIXING)
+    for mine, theirs in zip(got, expected, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("scale", [0.25, 75.0])

@@ -9,7 +9,14 @@ import jax.numpy as jnp
 import kernel_brute_force as brute_force
 import numpy as np
 import pytest
-from kernel_cases import adversarial_scores, ascending_blocks, attention_case, selection_case
+from kernel_cases import (
+    MIXING,
+    adversarial_scores,
+    ascending_blocks,
+    attention_case,
+    mixing_case,
+    selection_case,
+)
 
 import pallas_kernels
 from pallas_kernels import compat
@@ -152,11 +159,20 @@ def test_index_scores(blocks, monkeypatch):
         np.testing.assert_allclose(mine, expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("shape", [(8, 1, 4, 4), (130, 2, 2)])
-def test_sinkhorn(shape):
-    logits = 3 * np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-    got = interpret(lambda x: pallas_kernels.sinkhorn(x, 20, 1e-6, implementation="mosaic"), logits)
-    np.testing.assert_allclose(got, brute_force.sinkhorn(logits, 20, 1e-6), rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize("tokens,m,iterations", [((8, 1), 4, 20), ((130,), 2, 3), ((), 8, 1)])
+def test_mixing_weights(tokens, m, iterations):
+    case = mixing_case(np.random.default_rng(m), tokens, m)
+    call = lambda *x: pallas_kernels.mixing_weights(  # noqa: E731
+        *x, iterations=iterations, **MIXING, implementation="mosaic"
+    )
+    got = interpret(call, *case)
+    if tokens:
+        mapped = interpret(jax.vmap(call, in_axes=(0, 0, None, None)), *case)
+        for mine, theirs in zip(mapped, got, strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-6)
+    expected = brute_force.mixing_weights(*case, iterations=iterations, **MIXING)
+    for mine, theirs in zip(got, expected, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("slots", ["none", "listed", "first"])

@@ -1,5 +1,7 @@
 """Every kernel lowers for CUDA at production shapes, on a machine without a GPU."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -64,14 +66,26 @@ def test_top_k_slots(k, blocks):
     assert kernels(text) == 1
 
 
-def sinkhorn(logits):
-    return pallas_kernels.sinkhorn(logits, 20, 1e-6, implementation="mosaic")
+def mix(product, square, scale, base):
+    return pallas_kernels.mixing_weights(
+        product, square, scale, base, width=16384, rms_eps=1e-6, iterations=20, eps=1e-6,
+        implementation="mosaic",
+    )  # fmt: skip
 
 
-@pytest.mark.parametrize("shape", [(32, 1, 4, 4), (1000, 2, 2)])
-@pytest.mark.parametrize("call", [sinkhorn, jax.vmap(sinkhorn)])
-def test_sinkhorn(shape, call):
-    assert kernels(lower(call, struct(f32, *shape))) == 1
+def mix_arguments(tokens, m):
+    rows = m * (m + 2)
+    return struct(f32, *tokens, rows), struct(f32, *tokens), struct(f32, 3), struct(f32, rows)
+
+
+@pytest.mark.parametrize("tokens,m", [((32, 1), 4), ((1000, 1), 2), ((3, 7), 8)])
+@pytest.mark.parametrize("call", [mix, jax.vmap(mix, in_axes=(0, 0, None, None))])
+def test_mixing_weights(tokens, m, call):
+    text = lower(call, *mix_arguments(tokens, m))
+    assert kernels(text) == 1
+    # Nothing around the kernel that would be a launch of its own.
+    operations = set(re.findall(r"stablehlo\.(\w+)", text))
+    assert operations <= {"reshape", "custom_call", "output_operand_alias"}
 
 
 @pytest.mark.parametrize("dtype", [f32, jnp.bfloat16])
@@ -152,9 +166,11 @@ def test_kernels_lower_under_shard_map():
         mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False,
     )  # fmt: skip
     assert kernels(lower(top_k, struct(f32, B, 8192))) == 1
-    mix = jax.shard_map(sinkhorn, mesh=mesh, in_specs=P("data"), out_specs=P("data"),
-                        check_vma=False)  # fmt: skip
-    assert kernels(lower(mix, struct(f32, B, 4, 4))) == 1
+    shard = jax.shard_map(
+        mix, mesh=mesh, in_specs=(P("data"), P("data"), P(), P()), out_specs=P("data"),
+        check_vma=False,
+    )  # fmt: skip
+    assert kernels(lower(shard, *mix_arguments((B, 1), 4))) == 1
 
 
 @pytest.mark.parametrize("slots", ["none", "listed", "first"])

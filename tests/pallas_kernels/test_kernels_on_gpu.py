@@ -9,7 +9,13 @@ import jax.numpy as jnp
 import kernel_brute_force as brute_force
 import numpy as np
 import pytest
-from kernel_cases import adversarial_scores, ascending_blocks, attention_case
+from kernel_cases import (
+    MIXING,
+    adversarial_scores,
+    ascending_blocks,
+    attention_case,
+    mixing_case,
+)
 
 import pallas_kernels
 
@@ -195,16 +201,22 @@ def test_a_donated_state_is_not_copied():
     assert " copy(" not in text and "copy-start" not in text
 
 
-@pytest.mark.parametrize("shape", [(1, 4, 4), (8, 1, 4, 4), (1000, 4, 4), (7, 2, 2), (300, 8, 8)])
-def test_sinkhorn(shape):
-    logits = 3 * np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-    got, expected = both(
-        lambda x, implementation: pallas_kernels.sinkhorn(
-            x, 20, 1e-6, implementation=implementation
+@pytest.mark.parametrize(
+    "tokens,m", [((), 4), ((8, 1), 4), ((1000,), 4), ((7,), 2), ((300,), 8), ((3, 2), 1)]
+)
+def test_mixing_weights(tokens, m):
+    case = mixing_case(np.random.default_rng(0), tokens, m)
+
+    got, reference = both(
+        lambda *x, implementation: pallas_kernels.mixing_weights(
+            *x, iterations=20, **MIXING, implementation=implementation
         ),
-        logits,
+        *case,
     )
-    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+    expected = brute_force.mixing_weights(*case, iterations=20, **MIXING)
+    for three in zip(got, reference, expected, strict=True):
+        np.testing.assert_allclose(three[0], three[1], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(three[0], three[2], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("slots", ["none", "listed", "first"])
