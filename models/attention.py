@@ -225,7 +225,10 @@ def index_query(
     width, heads = cfg.index_head_dim, cfg.index_n_heads
     q = linear(qr, p["wq_b"], F32).reshape(*x.shape[:2], heads, width)
     q = apply_rope(q, _per_head(rotation)).astype(x.dtype)
-    w = linear(x, p["weights_proj"], F32) * (width**-0.5 * heads**-0.5)
+    # As in ``compress``, and so few columns would be copied beside any others.
+    alone, _ = jax.lax.optimization_barrier((x, qr))
+    w = linear(alone, p["weights_proj"], F32)
+    w = w * (width**-0.5 * heads**-0.5)
     q = _index_grid(hadamard_rotate(q), cfg)
     if cfg.fp8_index_keys:
         # w relu(s q . k) = s w relu(q . k) for s > 0: the head's weight takes the query's scale.

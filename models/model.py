@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int32
 
 from models.attention import StepPlan, attention, plan_step
 from models.cache import Cache, LayerCache, Step
-from models.config import ModelConfig
+from models.config import CSA, ModelConfig
 from models.hyper import head_read, mixing, read_streams, write_streams
 from models.layers import F32, embed, linear, rms_norm
 from models.moe import moe
@@ -81,6 +81,8 @@ def forward(
             f"selector_state has {len(states)} entries; the model has {csa} CSA layers"
         )
     plan = plan_step(cache.length, num_new, tokens.shape[1], cache.max_draft, cfg, cfg.layer_ratios)
+    if csa:
+        states = selector.prepare(states, plan.seen // CSA, top_k=cfg.index_topk)
 
     embedded = embed(params["embed"], tokens)
     streams = jnp.broadcast_to(embedded[:, :, None], (*tokens.shape, cfg.hc_mult, cfg.hidden_size))

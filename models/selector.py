@@ -50,6 +50,16 @@ class Selector(Protocol):
         """A layer's state with the marked requests as before their first step (a new turn)."""
         ...
 
+    def prepare(
+        self, states: tuple[Any, ...], num_slots: Int32[Array, "B T"], *, top_k: int
+    ) -> tuple[Any, ...]:
+        """What ``select`` takes for each layer's state in this step.
+
+        Called once a step, before its layers, with what all of them see: work that needs no query
+        is done for all at once. A selector without such work returns the states.
+        """
+        ...
+
     def select(
         self,
         query: IndexQuery,
@@ -62,8 +72,8 @@ class Selector(Protocol):
         """Slot numbers to attend to, -1 where there are fewer than K, and an observation.
 
         ``num_slots`` is how many slots each row sees; rows come in order of position. The state
-        is one layer's and is not changed here: the caller commits the observation once it knows
-        how many rows stand.
+        is one layer's, prepared, and is not changed here: the caller commits the observation once
+        it knows how many rows stand.
         """
         ...
 
@@ -87,6 +97,12 @@ class AllKeep:
     def reset(self, state: Any, where: Bool[Array, "B"]) -> Any:
         del where
         return state
+
+    def prepare(
+        self, states: tuple[Any, ...], num_slots: Int32[Array, "B T"], *, top_k: int
+    ) -> tuple[Any, ...]:
+        del num_slots, top_k
+        return states
 
     def select(
         self,

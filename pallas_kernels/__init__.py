@@ -9,6 +9,7 @@ from pallas_kernels.hyper import mixing_weights as mixing_weights
 from pallas_kernels.observe import top_k_and_observe as top_k_and_observe
 from pallas_kernels.scoring import index_scores as index_scores
 from pallas_kernels.selection import select_blocks as select_blocks
+from pallas_kernels.selection import select_blocks_of_layers as select_blocks_of_layers
 from pallas_kernels.topk import top_k_slots as top_k_slots
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "index_scores",
     "mixing_weights",
     "select_blocks",
+    "select_blocks_of_layers",
     "sparse_attention",
     "top_k_and_observe",
     "top_k_slots",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, Shaped, UInt32
@@ -51,12 +53,39 @@ def select_blocks(
 
     Source: paper, Algorithm 1 steps 1 to 5 with the A1 reduction and Max pooling.
     """
+    numbers = (x[None] for x in (num_slots, budget, explore, priority))
+    [ids], count = select_blocks_of_layers(
+        [V], [D_rev], *numbers, block_size=block_size, capacity=capacity,
+        implementation=implementation,
+    )  # fmt: skip
+    return ids, count[0]
+
+
+def select_blocks_of_layers(
+    V: Sequence[Float[Array, "B S"]],
+    D_rev: Sequence[Float[Array, "B S"]],
+    num_slots: Int32[Array, "L B"],
+    budget: Int32[Array, "L B"],
+    explore: Int32[Array, "L B"],
+    priority: UInt32[Array, "L B N"],
+    *,
+    block_size: int,
+    capacity: int,
+    implementation: Implementation | None = None,
+) -> tuple[list[Int32[Array, "B C"]], Int32[Array, "L B"]]:
+    """``select_blocks`` of L layers, whose arrays lie apart, in as many launches as one layer's."""
     arguments = (V, D_rev, num_slots, budget, explore, priority, block_size, capacity)
-    if choose("select_blocks", implementation, _unsupported(V, block_size)) == "mosaic":
+    if choose("select_blocks", implementation, _unsupported(V[0], block_size)) == "mosaic":
         from pallas_kernels.mosaic.selection import select_blocks_mosaic
 
         return select_blocks_mosaic(*arguments)
-    return select_blocks_reference(*arguments)
+    chosen = [
+        select_blocks_reference(
+            V[i], D_rev[i], num_slots[i], budget[i], explore[i], priority[i], block_size, capacity
+        )
+        for i in range(len(V))
+    ]
+    return [ids for ids, _ in chosen], jnp.stack([count for _, count in chosen])
 
 
 def _unsupported(V: jax.Array, block_size: int) -> str | None:

@@ -16,142 +16,54 @@ import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import bench_timing
 import bench_torch
 import jax
 import jax.numpy as jnp
+from bench_steps import (
+    BLOCK,
+    EXPLORATION,
+    HEADS,
+    WIDTH,
+    Inputs,
+    budget_of,
+    make_inputs,
+    stages,
+    total,
+)
 from environment import environment
 
-import pallas_kernels as ops
 from pallas_kernels.scoring import GROUP
 
-PARTS = ("torch", "stages", "totals", "grid")
-BLOCK, HEADS, WIDTH = 64, 64, 128
-EXPLORATION, DECAY = 0.05, 0.5
-REPEATS = 5
-
-
-class Inputs(NamedTuple):
-    """A step's inputs: everything but V, D and the position."""
-
-    q: Any
-    w: Any
-    keys: Any
-    scales: Any
-    num_slots: Any
-    budget: Any
-    explore: Any
-    priority: Any
-
-
-def budget_of(live: int, sparsity: float, top_k: int) -> int:
-    blocks = -(-live // BLOCK)
-    kept = -(-(1000 - round(sparsity * 1000)) * blocks // 1000)
-    return min(blocks, max(-(-top_k // BLOCK), kept))
-
-
-def make_inputs(args, batch: int, slots: int, fp8: bool, sparsity: float, live: int | None = None):
-    """Fresh random inputs, V and D."""
-    live = live or slots
-    keys = iter(jax.random.split(jax.random.key(int.from_bytes(os.urandom(4), "big") >> 1), 8))
-    dtype = jnp.float8_e4m3fn if fp8 else jnp.bfloat16
-
-    def normal(*shape, dtype=jnp.float32):
-        make = jax.jit(lambda k: jax.random.normal(k, shape, jnp.bfloat16).astype(dtype))
-        return make(next(keys))
-
-    m = budget_of(live, sparsity, args.top_k)
-    inputs = Inputs(
-        normal(batch, 1, HEADS, WIDTH, dtype=dtype),
-        normal(batch, 1, HEADS) * 0.1,
-        normal(batch, slots, WIDTH, dtype=dtype),
-        jnp.exp2(jnp.round(normal(batch, slots))) if fp8 else None,
-        jnp.full(batch, live, jnp.int32),
-        jnp.full(batch, m, jnp.int32),
-        jnp.full(batch, int(EXPLORATION * m), jnp.int32),
-        jax.random.bits(next(keys), (batch, slots // BLOCK), jnp.uint32),
-    )
-    return inputs, normal(batch, slots), normal(batch, slots)
-
-
-def xla_top_k(scores, block_ids, top_k):
-    """The strongest plain baseline: ``lax.top_k``, unsorted by slot."""
-    _, at = jax.lax.top_k(scores, top_k)
-    if block_ids is None:
-        return at
-    return jnp.take_along_axis(block_ids, at // BLOCK, axis=1) * BLOCK + at % BLOCK
-
-
-def all_keep_step(i, state, x: Inputs, *, impl: Any, top_k: int):
-    """Scores every visible slot and takes the K highest."""
-    _, score, choose, _, _ = stages(impl, top_k, 0)
-    scores, group_max = score(x._replace(num_slots=x.num_slots - i % 8), None)
-    return state, choose(scores, None, group_max)
-
-
-def spin_step(i, state, x: Inputs, *, impl: Any, top_k: int, capacity: int, fused: bool):
-    """Selects blocks, scores them, takes the K highest and updates V and D."""
-    V, D_rev = state
-    x = x._replace(num_slots=x.num_slots - i % 8)
-    select, score, choose, ema, both = stages(impl, top_k, capacity)
-    ids, _ = select(V, D_rev, x)
-    scores, group_max = score(x, ids)
-    if fused:
-        chosen, V, D_rev = both(V, D_rev, scores, ids, x, group_max)
-        return (V, D_rev), chosen
-    return ema(V, D_rev, scores, ids, x), choose(scores, ids, group_max)
-
-
-def total(args, impl: Any, batch, slots, fp8, sparsity, *, live, capacity, unroll, fused):
-    """What to lower for one total: a loop, and a function that runs it on fresh inputs."""
-    iterations = 8 if impl == "xla" else 32
-    step = functools.partial(all_keep_step, impl=impl, top_k=args.top_k)
-    if sparsity:
-        capacity = capacity or budget_of(live or slots, sparsity, args.top_k)
-        fused = fused and impl == "mosaic"
-        step = functools.partial(
-            spin_step, impl=impl, top_k=args.top_k, capacity=capacity, fused=fused
-        )
-
-    def prepare(sparsity=sparsity):
-        x, V, D_rev = make_inputs(args, batch, slots, fp8, sparsity, live)
-        return (V, D_rev) if sparsity else (), (x,)
-
-    def lower():
-        return bench_timing.lower_loop(
-            step, *jax.eval_shape(prepare), iterations=iterations, unroll=unroll
-        )
-
-    def run(loop, **changes):
-        return bench_timing.time_loop(
-            loop, *prepare(**changes), iterations=iterations, repeats=REPEATS
-        )
-
-    return lower, run
+PARTS = ("torch", "stages", "totals", "layers", "grid")
+LAYERS = 21
+"""Layers with an indexer in Flash."""
 
 
 def check_stages(args, x: Inputs, V, D_rev, ids, scores, group_max) -> dict[str, Any]:
     """Compares the kernels with float32 and the references on the inputs that are timed."""
-    some = slice(0, 2)
+    some, [layer] = slice(0, 2), x.layers
     exact = jnp.einsum(
-        "bnx,bsx->bns", x.q[some, 0].astype(jnp.float32), x.keys[some].astype(jnp.float32),
+        "bnx,bsx->bns",
+        layer.q[some, 0].astype(jnp.float32),
+        layer.keys[some].astype(jnp.float32),
         precision=jax.lax.Precision.HIGHEST,
-    )  # fmt: skip
-    exact = jnp.sum(jax.nn.relu(exact) * x.w[some, 0, :, None], axis=1)
-    exact = exact if x.scales is None else exact * x.scales[some]
+    )
+    exact = jnp.sum(jax.nn.relu(exact) * layer.w[some, 0, :, None], axis=1)
+    exact = exact if layer.scales is None else exact * layer.scales[some]
     error = jnp.linalg.norm(scores[some, 0] - exact) / jnp.linalg.norm(exact)
     named = {}
     capacity = ids.shape[1]
     for impl in ("mosaic", "xla"):
-        select, _, top_k, _, both = stages(impl, args.top_k, capacity)
+        stage = stages(impl, args.top_k, capacity)
         some_scores = scores[..., : capacity * BLOCK]
         some_max = group_max[..., : capacity * BLOCK // GROUP]
         named[impl] = (
-            jnp.sort(jax.jit(top_k)(scores, None, group_max), axis=-1),
-            *jax.jit(select)(V, D_rev, x),
-            *jax.jit(both)(V, D_rev, some_scores, ids, x, some_max),
+            jnp.sort(jax.jit(stage.top_k)(scores, None, group_max), axis=-1),
+            *jax.jit(stage.select)(V, D_rev, x),
+            *jax.jit(stage.both)(*V, *D_rev, some_scores, ids, x.num_slots, some_max),
         )
     same = [bool(jnp.allclose(a, b, atol=1e-6)) for a, b in zip(*named.values(), strict=True)]
     if not (float(error) < 1e-3 and all(same)):
@@ -166,62 +78,26 @@ def stage_rows(args, batch: int, slots: int, fp8: bool, sparsity: float):
     label = functools.partial(_row, keys=fp8, sparsity=sparsity, batch=batch, slots=slots)
     timer, rows, checks = bench_timing.time_kernels, [], {}
     for impl in ("mosaic",) if fp8 else ("mosaic", "xla"):
-        select, score, top_k, ema, both = stages(impl, args.top_k, m)
-        ids = jax.jit(select)(V, D_rev, x)[0] if sparsity else None
+        stage = stages(impl, args.top_k, m)
+        score = lambda x, ids, stage=stage: stage.score(*x.layers, x.num_slots, ids)  # noqa: E731
+        [ids] = jax.jit(stage.select)(V, D_rev, x) if sparsity else [None]
         scores, group_max = jax.jit(score)(x, ids)
         rows.append(label("score", impl, us=timer(score, x, ids)))
         if not fp8:  # the other stages do not see the keys
-            rows.append(label("top_k", impl, us=timer(top_k, scores, ids, group_max)))
+            rows.append(label("top_k", impl, us=timer(stage.top_k, scores, ids, group_max)))
         if sparsity and not fp8:
-            rows.append(label("select", impl, us=timer(select, V, D_rev, x)))
+            rows.append(label("select", impl, us=timer(stage.select, V, D_rev, x)))
             # The profiled call keeps its operands, so it copies V and D first: not the kernel's.
-            copies = timer(lambda V, D: (jnp.copy(V), jnp.copy(D)), V, D_rev)
-            us = timer(ema, V, D_rev, scores, ids, x)
+            copies = timer(lambda V, D: (jnp.copy(V), jnp.copy(D)), *V, *D_rev)
+            us = timer(stage.ema, *V, *D_rev, scores, ids, x.num_slots)
             rows.append(label("ema", impl, us=us - copies))
             if impl == "mosaic":
-                us = timer(both, V, D_rev, scores, ids, x, group_max)
+                us = timer(stage.both, *V, *D_rev, scores, ids, x.num_slots, group_max)
                 rows.append(label("top_k+ema", impl, us=us - copies))
         if sparsity and impl == "mosaic":
             full = jax.jit(score)(x, None)
             checks = check_stages(args, x, V, D_rev, ids, *full)
     return rows, checks
-
-
-def stages(impl: Any, k: int, capacity: int):
-    """The operations of a step as functions of arrays; the last does the two before it at once."""
-
-    def select(V, D_rev, x):
-        return ops.select_blocks(
-            V, D_rev, x.num_slots, x.budget, x.explore, x.priority,
-            block_size=BLOCK, capacity=capacity, implementation=impl,
-        )  # fmt: skip
-
-    def score(x, ids):
-        return ops.index_scores(
-            x.q, x.w, x.keys, x.num_slots[:, None], block_ids=ids, key_scales=x.scales,
-            implementation=impl,
-        )  # fmt: skip
-
-    def top_k(scores, ids, group_max):
-        if impl == "xla":
-            return xla_top_k(scores[:, 0], ids, k)
-        return ops.top_k_slots(
-            scores[:, 0], k, block_ids=ids, group_max=group_max[:, 0], implementation=impl
-        )
-
-    def ema(V, D_rev, scores, ids, x):
-        return ops.ema_scatter(
-            V, D_rev, scores[:, 0], ids, x.num_slots,
-            block_size=BLOCK, decay=DECAY, implementation=impl,
-        )  # fmt: skip
-
-    def both(V, D_rev, scores, ids, x, group_max):
-        return ops.top_k_and_observe(
-            scores[:, 0], k, V, D_rev, ids, x.num_slots, group_max=group_max[:, 0],
-            block_size=BLOCK, decay=DECAY, implementation=impl,
-        )  # fmt: skip
-
-    return select, score, top_k, ema, both
 
 
 def _row(stage, impl, *, keys, sparsity, batch, slots, us, **more):
@@ -244,7 +120,7 @@ def run_totals(specs: list[tuple[dict[str, Any], Any, Any, list[dict[str, Any]]]
 
 def spec(
     args, impl, batch, slots, fp8, sparsity, variants=({},), *,
-    live=None, capacity=None, unroll=1, fused=True,
+    live=None, capacity=None, unroll=1, fused=True, layers=1,
 ):  # fmt: skip
     """The labels of a total, how to lower and run it, and the variants to run it in."""
     labels = dict(impl=impl, keys=fp8, sparsity=sparsity, batch=batch, slots=slots)
@@ -252,7 +128,9 @@ def spec(
         labels["live_slots"] = live
     if sparsity and impl == "mosaic" and not fused:
         labels["launches"] = "top_k and ema apart"
-    options = dict(live=live, capacity=capacity, unroll=unroll, fused=fused)
+    if layers > 1:
+        labels["layers"] = layers
+    options = dict(live=live, capacity=capacity, unroll=unroll, fused=fused, layers=layers)
     return labels, *total(args, impl, batch, slots, fp8, sparsity, **options), list(variants)
 
 
@@ -323,6 +201,8 @@ def main(argv: list[str]) -> None:
                 add("stages", rows)
     if "totals" in args.parts:
         add("totals", run_totals(headline(args)))
+    if "layers" in args.parts:
+        add("layers", run_totals(model_layers(args)))
     if "grid" in args.parts:
         add("grid", run_totals(grid(args)))
     print(json.dumps({k: v for k, v in report.items() if k != "rows"}))
@@ -341,6 +221,17 @@ def headline(args) -> list[Any]:
                 if sparsity and batch == max(args.batches):
                     specs.append(spec(args, "mosaic", *case, unroll=4, fused=False))
     return specs
+
+
+def model_layers(args) -> list[Any]:
+    """Totals a layer of all of a model's, whose selections share their launches."""
+    return [
+        spec(args, "mosaic", batch, slots, fp8, sparsity, layers=LAYERS)
+        for batch in args.batches
+        for slots in (args.slots, 2 * args.slots)[: 2 if batch == 1 else 1]
+        for fp8 in (False, True)
+        for sparsity in (0.0, 0.4, 0.5)
+    ]
 
 
 def grid(args) -> list[Any]:
@@ -366,7 +257,7 @@ def summary(args, rows: list[dict[str, Any]]) -> dict[str, Any]:
     totals = {
         tuple(r[name] for name in ("impl", "keys", "sparsity", "batch", "slots")): r["us"]
         for r in sorted(rows, key=lambda r: r["part"] == "totals")  # the last counts
-        if r["stage"] == "total" and not {"live_slots", "launches"} & set(r)
+        if r["stage"] == "total" and not {"live_slots", "launches", "layers"} & set(r)
     }
 
     def ratio(above, below):
@@ -382,6 +273,16 @@ def summary(args, rows: list[dict[str, Any]]) -> dict[str, Any]:
                 "all_keep_over_spin_50": ratio(at("pallas", 0.0), at("pallas", 0.5)),
                 "xla_all_keep_over_spin_40": ratio(at("xla", 0.0), at("pallas", 0.4)),
             }
+    layers = {
+        (r["keys"], r["sparsity"], r["batch"], r["slots"]): r["us"] for r in rows if "layers" in r
+    }
+    for (keys, sparsity, batch, slots), us in layers.items():
+        if not sparsity and (keys, 0.4, batch, slots) in layers:
+            result[f"batch {batch}, {keys}, {slots} slots, a layer of {LAYERS}"] = {
+                "all_keep_us": us,
+                "all_keep_over_spin_40": round(us / layers[keys, 0.4, batch, slots], 3),
+                "all_keep_over_spin_50": round(us / layers[keys, 0.5, batch, slots], 3),
+            }
     for batch in args.grid_batches:
         gains = {s: ratio(("pallas", "bf16", 0.0, batch, s), ("pallas", "bf16", 0.4, batch, s))
                  for s in args.grid_slots}  # fmt: skip
@@ -394,6 +295,7 @@ def summary(args, rows: list[dict[str, Any]]) -> dict[str, Any]:
 def show(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for r in rows:
         apart = ", " + r["launches"] if "launches" in r else ""
+        apart += f", a layer of {r['layers']}" if "layers" in r else ""
         live = f" ({r['live_slots']} live)" if "live_slots" in r else ""
         size = f"sparsity {r['sparsity']:.1f} batch {r['batch']:3} slots {r['slots']:7}{live}"
         print(

@@ -44,6 +44,12 @@ class FixedSlots:
         del where
         return state
 
+    def prepare(
+        self, states: tuple[Any, ...], num_slots: jax.Array, *, top_k: int
+    ) -> tuple[Any, ...]:
+        del num_slots, top_k
+        return states
+
     def select(
         self, query: IndexQuery, keys: IndexKeys, num_slots: jax.Array, state: Any, *, top_k: int
     ) -> tuple[jax.Array, Any]:

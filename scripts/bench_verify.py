@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import bench_kernels
+import bench_steps
 import bench_timing
 import jax
 import jax.numpy as jnp
@@ -52,20 +52,21 @@ def main(argv: list[str]) -> None:
 
 def timed(args: argparse.Namespace, batch: int, fp8: bool, sparsity: float) -> list[dict[str, Any]]:
     """Scoring by number of rows, on one set of keys and blocks."""
-    x, V, D_rev = bench_kernels.make_inputs(args, batch, args.slots, fp8, sparsity)
-    capacity = bench_kernels.budget_of(args.slots, sparsity, args.top_k)
-    select = bench_kernels.stages("mosaic", args.top_k, capacity)[0]
+    x, V, D_rev = bench_steps.make_inputs(args, batch, args.slots, fp8, sparsity)
+    capacity = bench_steps.budget_of(args.slots, sparsity, args.top_k)
+    select = bench_steps.stages("mosaic", args.top_k, capacity).select
     ids = jax.jit(select)(V, D_rev, x)[0] if sparsity else None
+    [layer] = x.layers
     found: list[dict[str, Any]] = []
     for rows in args.rows:
-        q, w = (jnp.repeat(a, rows, axis=1) for a in (x.q, x.w))
+        q, w = (jnp.repeat(a, rows, axis=1) for a in (layer.q, layer.w))
         seen = x.num_slots[:, None] - rows + 1 + jnp.arange(rows, dtype=jnp.int32)[None]
         score = functools.partial(pallas_kernels.index_scores, implementation="mosaic")
         us = bench_timing.time_kernels(
             lambda q, w, keys, seen, ids, scales, score=score: score(
                 q, w, keys, seen, block_ids=ids, key_scales=scales
             ),
-            q, w, x.keys, seen, ids, x.scales,
+            q, w, layer.keys, seen, ids, layer.scales,
         )  # fmt: skip
         one = found[0]["us"] if found else us
         keys = "fp8" if fp8 else "bf16"

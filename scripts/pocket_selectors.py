@@ -57,6 +57,12 @@ class Recorded:
             jnp.where(where, 0, state.rows),
         )
 
+    def prepare(
+        self, states: tuple[Any, ...], num_slots: Int32[Array, "B T"], *, top_k: int
+    ) -> tuple[Any, ...]:
+        del num_slots, top_k
+        return states
+
     def select(
         self,
         query: IndexQuery,
@@ -115,6 +121,12 @@ class SideBySide:
         parts = zip(self.selectors, state, self._parts(where), strict=True)
         return tuple(s.reset(own, here) for s, own, here in parts)
 
+    def prepare(
+        self, states: tuple[Any, ...], num_slots: Int32[Array, "B T"], *, top_k: int
+    ) -> tuple[Any, ...]:
+        del num_slots, top_k
+        return states
+
     def select(
         self,
         query: IndexQuery,
@@ -164,6 +176,12 @@ class RandomSlots:
         # The draws go on: a turn is no reason to repeat them.
         del where
         return state
+
+    def prepare(
+        self, states: tuple[Any, ...], num_slots: Int32[Array, "B T"], *, top_k: int
+    ) -> tuple[Any, ...]:
+        del num_slots, top_k
+        return states
 
     def select(
         self,

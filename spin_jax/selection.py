@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import flax.struct
@@ -12,10 +13,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, Key, UInt32
 
 from pallas_kernels import select_blocks as choose_by_maxima
+from pallas_kernels import select_blocks_of_layers
 from pallas_kernels.selection import block_predictions, choose_blocks
 from spin_jax.config import SpinConfig, block_budget, check_count, exploration_share
 from spin_jax.pooling import blocks_of_top_slots, by_block, pool
-from spin_jax.state import SpinState
+from spin_jax.state import SpinState, needs_ages
 
 
 class BlockSelection(flax.struct.PyTreeNode):
@@ -89,6 +91,60 @@ def _select(
     return selection, state.replace(key=key, first=first), needed
 
 
+def select_layers(
+    states: Sequence[SpinState],
+    num_slots: Int32[Array, " B"],
+    cfg: SpinConfig,
+    *,
+    top_k: int,
+    capacity: int | None = None,
+) -> list[tuple[BlockSelection, SpinState]]:
+    """``select_blocks`` of each of a model's layers, which need nothing of a step but N.
+
+    Where the configuration is of the paper (A1, max pooling, an exploration that needs no
+    ages), the layers share their launches on a GPU: a layer alone costs mostly the launches.
+    """
+    num_slots = as_num_slots(states[0], num_slots, cfg, ndim=1)
+    capacity = as_capacity(states[0], cfg, top_k, capacity)
+    shared = cfg.reduction == "A1" and cfg.pooling == "max" and not needs_ages(cfg)
+    if not shared:
+        return [
+            select_blocks(state, num_slots, cfg, top_k=top_k, capacity=capacity) for state in states
+        ]
+    selections, after, needed = _select_layers(tuple(states), num_slots, cfg, top_k, capacity)
+    for selection, least in zip(selections, needed, strict=True):
+        allocated = allocated_slots(states[0], cfg)
+        raise_if_truncated(selection, least, capacity, num_slots, allocated)
+    return list(zip(selections, after, strict=True))
+
+
+@functools.partial(jax.jit, static_argnames=("cfg", "top_k", "capacity"))
+def _select_layers(
+    states: tuple[SpinState, ...], num_slots: jax.Array, cfg: SpinConfig, top_k: int, capacity: int
+) -> tuple[list[BlockSelection], list[SpinState], Int32[Array, "L B"]]:
+    allocated, served = allocated_slots(states[0], cfg), num_slots > 0
+    keys, first = (jnp.stack(x) for x in zip(*((s.key, s.first) for s in states), strict=True))
+    keys, draw = jax.vmap(advance_keys, (0, None))(keys, served)
+    visible = jnp.broadcast_to(jnp.clip(num_slots, 0, allocated), first.shape)
+    blocks = -(-visible // cfg.block_size)
+    budget = block_budget(blocks, cfg, top_k)
+    explore = _explored(budget, blocks, cfg)
+    budget, explore, needed = _fit(first, blocks, budget, explore, capacity)
+    priority = jax.vmap(lambda draw: _priority(states[0], draw, cfg))(draw)
+    ids, count = select_blocks_of_layers(
+        [s.V for s in states], [s.D_rev for s in states], visible, budget, explore, priority,
+        block_size=cfg.block_size, capacity=capacity,
+    )  # fmt: skip
+    truncated = (needed > capacity) | (num_slots > allocated)[None]
+    first = first & (truncated | ~served[None])
+    layers = range(len(states))
+    return (
+        [BlockSelection(ids[i], count[i], truncated[i]) for i in layers],
+        [states[i].replace(key=keys[i], first=first[i]) for i in layers],
+        needed,
+    )
+
+
 def choose(
     state: SpinState,
     num_slots: Int32[Array, " B"],
@@ -101,11 +157,7 @@ def choose(
     num_slots = jnp.clip(num_slots, 0, allocated_slots(state, cfg))
     blocks = -(-num_slots // cfg.block_size)
     budget, explore = _plan(state, num_slots, blocks, cfg, top_k)
-    needed = jnp.where(state.first, blocks, budget)
-    whole = state.first & (blocks <= capacity)
-    # Where not all fit, the highest come before the explored.
-    explore = jnp.where(whole, 0, jnp.clip(capacity - (budget - explore), 0, explore))
-    budget = jnp.where(whole, blocks, jnp.minimum(budget, capacity))
+    budget, explore, needed = _fit(state.first, blocks, budget, explore, capacity)
 
     # A2 remembers a value a block: it is A1 with blocks for slots.
     size, visible = (1, blocks) if cfg.reduction == "A2" else (cfg.block_size, num_slots)
@@ -137,8 +189,23 @@ def _plan(
         explore = jnp.minimum(_wanted(kept, cfg), blocks - kept)
         return kept + explore, explore
     budget = block_budget(blocks, cfg, top_k)
+    return budget, _explored(budget, blocks, cfg)
+
+
+def _fit(
+    first: jax.Array, blocks: jax.Array, budget: jax.Array, explore: jax.Array, capacity: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Budget and exploration within the capacity, and how many blocks serve the row in full."""
+    needed = jnp.where(first, blocks, budget)
+    whole = first & (blocks <= capacity)
+    # Where not all fit, the highest come before the explored.
+    explore = jnp.where(whole, 0, jnp.clip(capacity - (budget - explore), 0, explore))
+    return jnp.where(whole, blocks, jnp.minimum(budget, capacity)), explore, needed
+
+
+def _explored(budget: jax.Array, blocks: jax.Array, cfg: SpinConfig) -> jax.Array:
     # Whatever is not selected can be explored, and that is at least e, as m <= B.
-    return budget, jnp.minimum(_wanted(budget, cfg), budget - jnp.minimum(blocks, 2))
+    return jnp.minimum(_wanted(budget, cfg), budget - jnp.minimum(blocks, 2))
 
 
 def _wanted(budget: jax.Array, cfg: SpinConfig) -> jax.Array:

@@ -22,7 +22,7 @@ from pallas_kernels.scoring import GROUP
 from spin_jax.config import SpinConfig, steady_capacity
 from spin_jax.metrics import MissSummary, kept_slots, miss, summarize_miss
 from spin_jax.observation import observe, top_k_and_observe
-from spin_jax.selection import BlockSelection, allocated_slots, select_blocks
+from spin_jax.selection import BlockSelection, allocated_slots, select_blocks, select_layers
 from spin_jax.speculative import Mask, Update, check_mode, observe_rows, select_rows
 from spin_jax.state import SpinState, init_spin, reset
 
@@ -44,6 +44,14 @@ class SpinLayer(struct.PyTreeNode):
     NaN where nothing could be missed, as on a first step or where no block was skipped."""
     rows: Int32[Array, " B"] | None = None
     """Diagnosis only: committed rows so far."""
+
+
+class Prepared(NamedTuple):
+    """A layer's state and its selection for a step of one row, made with all layers' together."""
+
+    layer: SpinLayer
+    selection: BlockSelection
+    after: SpinState
 
 
 class Observation(NamedTuple):
@@ -128,27 +136,44 @@ class SpinSelector:
         misses = jnp.where(where[:, None], jnp.nan, state.misses)
         return layer.replace(misses=misses, rows=jnp.where(where, 0, state.rows))
 
+    def prepare(
+        self, states: tuple[SpinLayer, ...], num_slots: Int32[Array, "B T"], *, top_k: int
+    ) -> tuple[SpinLayer | Prepared, ...]:
+        """The blocks of a step of one row, for all layers: history alone decides them."""
+        if num_slots.shape[1] != 1:
+            return states
+        cfg, kept = self.config, allocated_slots(states[0].spin, self.config)
+        selected = select_layers(
+            [state.spin for state in states], num_slots[:, 0], cfg, top_k=top_k,
+            capacity=self._capacity(kept, top_k, 1),
+        )  # fmt: skip
+        return tuple(Prepared(s, *own) for s, own in zip(states, selected, strict=True))
+
+    def _capacity(self, max_slots: int, top_k: int, rows: int) -> int | None:
+        return None if self.unpruned else steady_capacity(self.config, max_slots, top_k, rows)
+
     def select(
         self,
         query: IndexQuery,
         keys: IndexKeys,
         num_slots: Int32[Array, "B T"],
-        state: SpinLayer,
+        state: SpinLayer | Prepared,
         *,
         top_k: int,
     ) -> tuple[Int32[Array, "B T K"], Observation]:
         """Slots for each row from the blocks selected for all rows of a request together."""
         cfg, rows = self.config, num_slots.shape[1]
+        prepared, state = (state, state.layer) if isinstance(state, Prepared) else (None, state)
         slots, kept = keys.values.shape[1], allocated_slots(state.spin, cfg)
         if -(-slots // cfg.block_size) != -(-kept // cfg.block_size):
             raise ValueError(
                 f"there are keys of {slots} slots and a state of {kept} under this configuration; "
                 "pass the state that init of the same selector gave for so many slots"
             )
-        capacity = None
-        if not self.unpruned:
-            capacity = steady_capacity(cfg, keys.values.shape[1], top_k, rows)
-        if rows == 1:
+        capacity = self._capacity(kept, top_k, rows)
+        if prepared is not None:
+            selection, after = prepared.selection, prepared.after
+        elif rows == 1:
             selection, after = select_blocks(
                 state.spin, num_slots[:, 0], cfg, top_k=top_k, capacity=capacity
             )

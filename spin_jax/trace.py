@@ -76,6 +76,13 @@ class RecordingSelector:
             steps=jnp.zeros_like(state.steps),
         )
 
+    def prepare(
+        self, states: tuple[Any, ...], num_slots: Int32[Array, "B T"], *, top_k: int
+    ) -> tuple[Any, ...]:
+        """The states as they are: the other selector prepares nothing ahead."""
+        del num_slots, top_k
+        return states
+
     def select(
         self,
         query: IndexQuery,

@@ -9,7 +9,7 @@ cannot run inline code, each is the same operation in ``jnp``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.experimental.mosaic.gpu as mgpu
@@ -45,20 +45,53 @@ def iota(length: int, layout: Any) -> jax.Array:
     return plgpu.layout_cast(jax.lax.broadcasted_iota(jnp.int32, (length,), 0), layout)
 
 
+class OneOf(NamedTuple):
+    """The one of several references of one shape and type, in global memory, that a scalar names.
+
+    ``gather`` and ``scatter`` take it for a reference: one launch works on arrays that lie apart.
+    """
+
+    refs: tuple[Any, ...]
+    which: jax.Array
+
+    @property
+    def dtype(self) -> Any:
+        return self.refs[0].dtype
+
+
+def _as_operands(ref: Any) -> tuple[tuple[Any, ...], jax.Array]:
+    return (ref.refs, ref.which) if isinstance(ref, OneOf) else ((ref,), jnp.int32(0))
+
+
+def _one_of(refs: tuple[ir.Value, ...], which: Any) -> ir.Value:
+    if len(refs) == 1:
+        return refs[0]
+    i32 = ir.IntegerType.get_signless(32)
+    pointer = mgpu.utils.memref_ptr(refs[0])
+    for at, ref in enumerate(refs[1:], 1):
+        named = arith.cmpi(arith.CmpIPredicate.eq, which.registers.item(), mgpu.utils.c(at, i32))
+        pointer = arith.select(named, mgpu.utils.memref_ptr(ref), pointer)
+    kind = ir.MemRefType(refs[0].type)
+    return mgpu.utils.ptr_as_memref(pointer, ir.MemRefType.get(kind.shape, kind.element_type))
+
+
 def gather(
     ref: Any, index: jax.Array, layout: Any, *, consecutive: int = 1, repeated: int = 1
 ) -> jax.Array:
-    """``ref[index]`` for a one-dimensional reference and any layout; every index is in bounds.
+    """``ref[index]`` for a one-dimensional reference, or ``OneOf`` some; all indices are in bounds.
 
     ``consecutive``: each group of that many elements has consecutive, aligned indices and is loaded
     at once. ``repeated``: each group of that many elements has the same index.
     """
+    refs, which = _as_operands(ref)
     if interpreted():
-        return jnp.take(ref[...], index, axis=0)
+        return jnp.take(jnp.stack([ref[...] for ref in refs])[which], index, axis=0)
     result = plgpu.ShapeDtypeStruct(index.shape, ref.dtype, layout)
+    types = ((plgpu.RefType(),) * len(refs), plgpu.Layout.WG_SPLAT(()), layout)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout), return_type=result)
-    def load(_, source, index):
+    @plgpu.inline_mgpu(arg_types=types, return_type=result)
+    def load(_, refs, which, index):
+        source = _one_of(refs, which)
         element = ir.MemRefType(source.type).element_type
         registers = index.registers.copy()
         for at, indices in _each(index.registers):
@@ -77,7 +110,7 @@ def gather(
             _registers=registers, _layout=index.layout, _is_signed=mgpu.utils.is_signed(ref.dtype)
         )
 
-    return load(ref, index)
+    return load(refs, which, index)
 
 
 def gather_row(ref: Any, index: jax.Array, layout: Any) -> jax.Array:
@@ -104,16 +137,20 @@ def scatter(
     The warpgroup meets before, so that earlier reads of shared memory are done, and after, so that
     later ones see the values, unless the caller knows better.
     """
+    operands = [_as_operands(ref) for ref, _ in targets]
+    arrays = tuple(values for _, values in targets)
     if interpreted():
-        for ref, values in targets:
-            at = jnp.where(where, index, ref.shape[0])
-            ref[...] = ref[...].at[at].set(values, mode="drop")
+        for (refs, which), values in zip(operands, arrays, strict=True):
+            for number, ref in enumerate(refs):
+                at = jnp.where(where & (which == number), index, ref.shape[0])
+                ref[...] = ref[...].at[at].set(values, mode="drop")
         return
-    refs, arrays = zip(*targets, strict=True)
-    types = [(plgpu.RefType(),) * len(refs), (layout,) * len(refs), layout, layout]
+    scalar = plgpu.Layout.WG_SPLAT(())
+    kinds = tuple(((plgpu.RefType(),) * len(refs), scalar) for refs, _ in operands)
 
-    @plgpu.inline_mgpu(arg_types=types)
-    def store(_, refs, arrays, index, where):
+    @plgpu.inline_mgpu(arg_types=(kinds, (layout,) * len(arrays), layout, layout))
+    def store(_, operands, arrays, index, where):
+        refs = [_one_of(*operand) for operand in operands]
         if fence == "both":
             mgpu.utils.warpgroup_barrier()
         for at, indices in _each(index.registers):
@@ -128,7 +165,7 @@ def scatter(
         if fence != "none":
             mgpu.utils.warpgroup_barrier()
 
-    store(refs, arrays, index, where)
+    store(tuple(operands), arrays, index, where)
 
 
 def reduce(

@@ -1,5 +1,6 @@
-"""Block selection in two kernels: pool on the whole GPU, choose with one warpgroup a request.
+"""Block selection in two kernels: pool on the whole GPU, choose with one warpgroup a row.
 
+Both take all layers at once: they lie apart in memory, and one launch costs what the choice does.
 The first reads V and D once. The second works on a block score in a register or two: two searches
 for a threshold, and a prefix sum that numbers the selected blocks in ascending order.
 """
@@ -7,6 +8,7 @@ for a threshold, and a prefix sum that numbers the selected blocks in ascending 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,41 +26,45 @@ POOLED = 4096
 
 
 def select_blocks_mosaic(
-    V: jax.Array,
-    D_rev: jax.Array,
+    V: Sequence[jax.Array],
+    D_rev: Sequence[jax.Array],
     num_slots: jax.Array,
     budget: jax.Array,
     explore: jax.Array,
     priority: jax.Array,
     block_size: int,
     capacity: int,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[list[jax.Array], jax.Array]:
     """See ``pallas_kernels.selection``."""
     pooled = pool_blocks_mosaic(V, D_rev, num_slots, block_size)
     return choose_blocks_mosaic(pooled, num_slots, budget, explore, priority, block_size, capacity)
 
 
 def pool_blocks_mosaic(
-    V: jax.Array, D_rev: jax.Array, num_slots: jax.Array, block_size: int
+    V: Sequence[jax.Array], D_rev: Sequence[jax.Array], num_slots: jax.Array, block_size: int
 ) -> jax.Array:
-    """``S_j`` of the blocks that hold a visible slot; the others are not written."""
-    batch, slots = V.shape
+    """``S_j`` [L, B, N] of the blocks that hold a visible slot; the others are not written."""
+    layers, (batch, slots) = len(V), V[0].shape
     tiles = -(-slots // POOLED)
     chunks, blocks = block_size // 32, POOLED // block_size
     layout = lanes.coalesced(POOLED)
     few = lanes.coalesced(lanes.THREADS)
 
-    def pool_blocks(V_ref, D_ref, num_ref, out_ref, maxima):
-        row, tile = jax.lax.axis_index("row"), jax.lax.axis_index("tile")
-        visible = num_ref[row]
+    def pool_blocks(num_ref, *refs):
+        *tables, out_ref, maxima = refs
+        layer, row = jax.lax.axis_index("layer"), jax.lax.axis_index("row")
+        tile, visible = jax.lax.axis_index("tile"), num_ref[layer, row]
+        rows = tuple(table.at[row] for table in tables)
+        V_row, D_row = (lanes.OneOf(x, layer) for x in (rows[:layers], rows[layers:]))
+        out_row = out_ref.at[layer, row]
 
         def pool():
             slot = tile * POOLED + lanes.iota(POOLED, layout)
             seen = slot < visible
             at = jnp.where(seen, slot, 0)
-            by_slot = lanes.gather(V_ref.at[row], at, layout)
+            by_slot = lanes.gather(V_row, at, layout)
             at = jnp.where(seen, slots - visible + slot, 0)
-            by_distance = lanes.gather(D_ref.at[row], at, layout)
+            by_distance = lanes.gather(D_row, at, layout)
             best = jnp.maximum(by_slot.astype(jnp.float32), by_distance.astype(jnp.float32))
             lanes.store_chunk_maxima(jnp.where(seen, best, -jnp.inf), maxima)
             lanes.meet()
@@ -66,19 +72,19 @@ def pool_blocks_mosaic(
             first = jnp.minimum(block, blocks - 1) * chunks
             parts = [lanes.gather(maxima, first + i, few) for i in range(chunks)]
             pooled = functools.reduce(jnp.maximum, parts)
-            target = [(out_ref.at[row], pooled)]
+            target = [(out_row, pooled)]
             lanes.scatter(target, tile * blocks + block, block < blocks, few, fence="none")
 
         pl.when(tile * POOLED < visible)(pool)
 
     kernel = mosaic_kernel(
         pool_blocks,
-        out_type=jax.ShapeDtypeStruct((batch, tiles * blocks), jnp.float32),
+        out_type=jax.ShapeDtypeStruct((layers, batch, tiles * blocks), jnp.float32),
         scratch_types=[plgpu.SMEM((POOLED // 32,), jnp.float32)],
-        grid=(batch, tiles),
-        grid_names=("row", "tile"),
+        grid=(layers, batch, tiles),
+        grid_names=("layer", "row", "tile"),
     )
-    return kernel(V, D_rev, num_slots)
+    return kernel(num_slots, *V, *D_rev)
 
 
 def choose_blocks_mosaic(
@@ -89,25 +95,25 @@ def choose_blocks_mosaic(
     priority: jax.Array,
     block_size: int,
     capacity: int,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[list[jax.Array], jax.Array]:
     """The forced blocks, the highest of ``pooled``, then the highest priorities."""
-    batch, num_blocks = priority.shape
+    layers, batch, num_blocks = priority.shape
     padded = lanes.padded(max(num_blocks, capacity))
     layout = lanes.blocked(padded)
 
-    def choose_blocks(
-        pooled_ref, num_ref, budget_ref, explore_ref, priority_ref, ids_ref, count_ref, warps
-    ):
-        row = jax.lax.axis_index("row")
+    def choose_blocks(pooled_ref, num_ref, budget_ref, explore_ref, priority_ref, *refs):
+        *ids_refs, count_ref, warps = refs
+        layer, row = jax.lax.axis_index("layer"), jax.lax.axis_index("row")
         block = lanes.iota(padded, layout)
-        priorities = lanes.gather_row(priority_ref.at[row], block, layout)  # early: used late
-        active = (num_ref[row] + block_size - 1) // block_size
-        count = jnp.minimum(budget_ref[row], active)
-        drawn = jnp.minimum(explore_ref[row], count)
+        # Early, as it is used late.
+        priorities = lanes.gather_row(priority_ref.at[layer, row], block, layout)
+        active = (num_ref[layer, row] + block_size - 1) // block_size
+        count = jnp.minimum(budget_ref[layer, row], active)
+        drawn = jnp.minimum(explore_ref[layer, row], count)
         visible = block < active
         forced = visible & ((block == 0) | (block == active - 1))
 
-        keys = ordered_keys(lanes.gather_row(pooled_ref.at[row], block, layout))
+        keys = ordered_keys(lanes.gather_row(pooled_ref.at[layer, row], block, layout))
         free = visible & ~forced
         keys = jnp.where(free, jnp.maximum(keys, NEVER + 1), NEVER)
         wanted = jnp.maximum(count - drawn - jnp.minimum(active, 2), 0)
@@ -124,25 +130,26 @@ def choose_blocks_mosaic(
         selected = chosen | drawn_ones
 
         places, _ = lanes.prefix_sum(selected.astype(jnp.int32), warps.at[2])
-        ids_row = ids_ref.at[row]
+        ids_row = lanes.OneOf(tuple(ids.at[row] for ids in ids_refs), layer)
         fits = selected & (places < capacity)
         lanes.scatter([(ids_row, block)], places, fits, layout, fence="none")
         nothing = plgpu.layout_cast(jnp.full((padded,), -1, jnp.int32), layout)
         rest = (block >= count) & (block < capacity)
         lanes.scatter([(ids_row, nothing)], block, rest, layout, fence="none")
-        count_ref[row] = count
+        count_ref[layer, row] = count
 
     kernel = mosaic_kernel(
         choose_blocks,
         out_type=(
-            jax.ShapeDtypeStruct((batch, capacity), jnp.int32),
-            jax.ShapeDtypeStruct((batch,), jnp.int32),
+            *[jax.ShapeDtypeStruct((batch, capacity), jnp.int32)] * layers,
+            jax.ShapeDtypeStruct((layers, batch), jnp.int32),
         ),
         scratch_types=[plgpu.SMEM((3, lanes.WARPS), jnp.int32)],
-        grid=(batch,),
-        grid_names=("row",),
+        grid=(layers, batch),
+        grid_names=("layer", "row"),
     )
-    return kernel(pooled, num_slots, budget, explore, priority)
+    *ids, count = kernel(pooled, num_slots, budget, explore, priority)
+    return ids, count
 
 
 def _highest(

@@ -79,6 +79,24 @@ def test_select_blocks(size):
         assert (ids[b].tolist(), int(count[b])) == brute_force.select_blocks(*case, size, capacity)
 
 
+def test_select_blocks_of_layers():
+    rng = np.random.default_rng(1)
+    cases = [[selection_case(rng, 4800, 64, ties) for ties in (False, True)] for _ in range(3)]
+    stacked = [[np.stack(x) for x in zip(*layer, strict=True)] for layer in cases]
+    V, D_rev, *numbers = zip(*stacked, strict=True)
+    numbers = [np.stack(x) for x in numbers]
+    numbers[:3] = [x.astype(np.int32) for x in numbers[:3]]
+    ids, count = interpret(
+        lambda *x: pallas_kernels.select_blocks_of_layers(
+            *x, block_size=64, capacity=30, implementation="mosaic"
+        ),
+        V, D_rev, *numbers,
+    )  # fmt: skip
+    for layer, row in np.ndindex(3, 2):
+        expected = brute_force.select_blocks(*cases[layer][row], 64, 30)
+        assert (ids[layer][row].tolist(), int(count[layer, row])) == expected
+
+
 @pytest.mark.parametrize("mapped", [False, True])
 def test_ema_scatter(mapped, monkeypatch):
     from pallas_kernels.mosaic import ema

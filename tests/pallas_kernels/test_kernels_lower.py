@@ -101,6 +101,19 @@ def test_select_blocks(slots, dtype):
     assert kernels(lower(call, *tables, *numbers, struct(u32, B, slots // 64))) == 2
 
 
+def test_select_blocks_of_all_layers_takes_two_launches():
+    def call(V, D_rev, *x):
+        return pallas_kernels.select_blocks_of_layers(
+            V, D_rev, *x, block_size=64, capacity=C, implementation="mosaic"
+        )
+
+    tables = [[struct(f32, B, S)] * 21] * 2
+    numbers = [struct(i32, 21, B)] * 3
+    text = lower(call, *tables, *numbers, struct(u32, 21, B, S // 64))
+    assert kernels(text) == 2
+    assert f"21x{B}x{S}x" not in text  # nothing is copied together
+
+
 def ema(V, D_rev, scores, ids, num_slots):
     return pallas_kernels.ema_scatter(
         V, D_rev, scores, ids, num_slots, block_size=64, decay=0.5, implementation="mosaic"

@@ -146,6 +146,24 @@ def test_select_blocks(slots, dtype, size, ties):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_select_blocks_of_layers_that_lie_apart(dtype):
+    layers = [
+        selection(slots, dtype, 64, ties) for slots, ties in ((8192, False), (8192, True)) * 3
+    ]
+    layers = [tuple(np.roll(x, i, axis=0) for x in layer) for i, layer in enumerate(layers)]
+    V, D_rev, *numbers = zip(*layers, strict=True)
+    numbers = [np.stack(x) for x in numbers]
+    got, expected = both(
+        lambda *x, implementation: pallas_kernels.select_blocks_of_layers(
+            *x, block_size=64, capacity=90, implementation=implementation
+        ),
+        V, D_rev, *numbers,
+    )  # fmt: skip
+    for mine, reference in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(mine, reference)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_ema_scatter(dtype):
     rng = np.random.default_rng(0)
     B, S, C = 4, 131072, 1229

@@ -7,6 +7,7 @@ import pytest
 from spin_closed_loop import closed_loop_step
 
 from spin_jax import SpinConfig, init_spin, observe, reset, select_blocks, steady_capacity
+from spin_jax.selection import select_layers
 
 CFG = SpinConfig(block_size=4, sparsity=0.75, exploration=0.2)
 SLOTS, TOP_K = 64, 4
@@ -296,3 +297,33 @@ def test_scores_of_the_wrong_shape():
     selection, state = select_blocks(fresh(), jnp.array([9, 2]), CFG, top_k=4)
     with pytest.raises(ValueError, match=r"scores has shape \[2, 63\]; allowed: \[2, 64\], 4"):
         observe(state, selection, jnp.zeros((2, 63)), jnp.array([9, 2]), CFG)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"policy": "none"}, {"policy": "age"}, {"reduction": "A2"}, {"pooling": "mean"}]
+)
+def test_layers_selected_together_are_as_selected_alone(changes):
+    cfg = SpinConfig(**({"block_size": 4, "sparsity": 0.75, "exploration": 0.2} | changes))
+    states = []
+    for layer in range(3):
+        state = init_spin(cfg, batch=3, max_slots=SLOTS, key=jax.random.key(layer))
+        for t in range(layer):
+            _, state = step(state, [50 + t, 20, 3], noise(10 * layer + t, 3), cfg)
+        states.append(reset(state, jnp.array([False, layer == 1, False])))
+    num_slots = jnp.array([60, 33, 0])
+    together = jax.jit(lambda s, n: select_layers(s, n, cfg, top_k=TOP_K))(states, num_slots)
+    for state, (selection, after) in zip(states, together, strict=True):
+        expected, unchanged = select_blocks(state, num_slots, cfg, top_k=TOP_K)
+        for a, b in zip(jax.tree.leaves(selection), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_array_equal(a, b)
+        assert same(after, unchanged)
+
+
+def test_layers_selected_together_are_truncated_alone():
+    states = [fresh(), fresh()]
+    _, states[0] = step(states[0], [64, 64], noise(0))
+    with pytest.raises(ValueError, match="request 0 with 64 slots needs 16 blocks"):
+        select_layers(states, jnp.array([64, 9]), CFG, top_k=TOP_K, capacity=5)
+    jitted = jax.jit(lambda s, n: select_layers(s, n, CFG, top_k=TOP_K, capacity=5))
+    selected = jitted(states, jnp.array([64, 9]))
+    assert [s.truncated.tolist() for s, _ in selected] == [[False, False], [True, False]]
