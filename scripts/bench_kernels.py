@@ -37,7 +37,7 @@ from environment import environment
 
 from pallas_kernels.scoring import GROUP
 
-PARTS = ("torch", "stages", "totals", "layers", "grid")
+PARTS = ("torch", "stages", "totals", "layers", "live", "grid")
 LAYERS = 21
 """Layers with an indexer in Flash."""
 
@@ -148,8 +148,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[32, 1])
     parser.add_argument("--slots", type=int, default=131072)
     parser.add_argument("--top-k", type=int, default=512)
-    parser.add_argument("--grid-batches", type=int, nargs="*", default=[1, 8, 32, 96])
-    parser.add_argument("--grid-slots", type=int, nargs="*", default=[8192, 32768, 131072, 262144])
+    parser.add_argument("--grid-batches", type=int, nargs="+", default=[1, 8, 32, 96])
+    parser.add_argument("--grid-slots", type=int, nargs="+", default=[8192, 32768, 131072, 262144])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--out", type=Path, default=Path("results/kernels_h200.json"))
     args = parser.parse_args(argv)
@@ -203,6 +203,8 @@ def main(argv: list[str]) -> None:
         add("totals", run_totals(headline(args)))
     if "layers" in args.parts:
         add("layers", run_totals(model_layers(args)))
+    if "live" in args.parts:
+        add("live", run_totals(few_live(args)))
     if "grid" in args.parts:
         add("grid", run_totals(grid(args)))
     print(json.dumps({k: v for k, v in report.items() if k != "rows"}))
@@ -224,18 +226,20 @@ def headline(args) -> list[Any]:
 
 
 def model_layers(args) -> list[Any]:
-    """Totals a layer of all of a model's, whose selections share their launches."""
+    """Totals a layer of all of a model's, whose selections share their launches.
+
+    Of the smallest batch, where launches count most.
+    """
     return [
-        spec(args, "mosaic", batch, slots, fp8, sparsity, layers=LAYERS)
-        for batch in args.batches
-        for slots in (args.slots, 2 * args.slots)[: 2 if batch == 1 else 1]
+        spec(args, "mosaic", min(args.batches), slots, fp8, sparsity, layers=LAYERS)
+        for slots in (args.slots, 2 * args.slots)
         for fp8 in (False, True)
         for sparsity in (0.0, 0.4, 0.5)
     ]
 
 
 def grid(args) -> list[Any]:
-    """Totals over batches and slots, and of few live slots in the largest window."""
+    """Totals over batches and slots."""
     specs = []
     for batch in args.grid_batches:
         for slots in args.grid_slots:
@@ -246,10 +250,16 @@ def grid(args) -> list[Any]:
             specs.append(
                 spec(args, "mosaic", batch, slots, False, 0.2, variants, capacity=capacity)
             )
-    for slots in (max(args.grid_slots), 2048) if args.grid_slots else ():
-        for sparsity in (0.0, 0.4):
-            specs.append(spec(args, "mosaic", 32, slots, False, sparsity, live=2048))
     return specs
+
+
+def few_live(args) -> list[Any]:
+    """Totals of 2,048 live slots, in the largest window and in one of just as many."""
+    return [
+        spec(args, "mosaic", max(args.batches), slots, False, sparsity, live=2048)
+        for slots in (max(args.grid_slots), 2048)
+        for sparsity in (0.0, 0.4)
+    ]
 
 
 def summary(args, rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -54,8 +54,7 @@ def make_inputs(
     dtype = jnp.float8_e4m3fn if fp8 else jnp.bfloat16
 
     def normal(*shape, dtype=jnp.float32):
-        make = jax.jit(lambda k: jax.random.normal(k, shape, jnp.bfloat16).astype(dtype))
-        return make(next(keys))
+        return _normal(next(keys), shape, dtype)
 
     def layer() -> LayerInputs:
         return LayerInputs(
@@ -75,6 +74,11 @@ def make_inputs(
     )
     V, D_rev = (tuple(normal(batch, slots) for _ in range(layers)) for _ in range(2))
     return inputs, V, D_rev
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
+def _normal(key, shape, dtype):
+    return jax.random.normal(key, shape, jnp.bfloat16).astype(dtype)
 
 
 class Stages(NamedTuple):
