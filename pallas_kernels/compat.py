@@ -62,6 +62,11 @@ def runs_on_gpu() -> bool:
     return _device.get() == "assumed" or jax.default_backend() == "gpu"
 
 
+def runs_on_hopper() -> bool:
+    """Whether what is traced now is for a Hopper GPU, with its kernels or without."""
+    return runs_on_gpu() and (_device.get() == "assumed" or _why_no_hopper() is None)
+
+
 @functools.cache
 def _why_no_hopper() -> str | None:
     if jax.default_backend() != "gpu":
