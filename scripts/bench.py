@@ -1,6 +1,7 @@
 """Benchmarks: ``bench.py kernels`` times the indexer's and SPIN's operations on a GPU,
-``bench.py decode`` the whole decode loop, ``bench.py drafts`` speculative decoding and
-``bench.py verify`` what a draft's rows cost in scoring."""
+``bench.py attention`` attention over listed rows, ``bench.py decode`` the whole decode loop,
+``bench.py drafts`` speculative decoding and ``bench.py verify`` what a draft's rows cost in
+scoring."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import sys
 
 SUBCOMMANDS = {
     "kernels": "bench_kernels",
+    "attention": "bench_attention",
     "decode": "bench_decode",
     "drafts": "bench_drafts",
     "verify": "bench_verify",

@@ -242,7 +242,9 @@ def _lower_bound(
         # NEVER - 1 is the highest integer, so that NEVER is not the minimum.
         lowest = here.reduce("min", lambda x, keys: jnp.minimum(x, keys - 1), HIGHEST)
         lowest = jnp.maximum(lowest + 1, NEVER + 1)
-        enough = (turn == turns - 1) | (2 * here.number_above(NEVER) >= 3 * ranking.k)
+        # Of fewer than K there is nothing to find.
+        least = jnp.where(turn == turns - 1, 2 * ranking.k, 3 * ranking.k)
+        enough = 2 * here.number_above(NEVER) >= least
         find = lambda *_: here.find_kth(ranking.k, lowest)  # noqa: E731
         return turn + 1, *jax.lax.cond(enough, find, lambda *nothing: nothing, *nothing)
 
@@ -251,7 +253,8 @@ def _lower_bound(
         start = (jnp.int32(0), jnp.int32(NEVER + 1), jnp.int32(-1))
         unsettled = lambda state: (state[0] < turns) & (state[2] < 0)  # noqa: E731
         _, bound, reaching = jax.lax.while_loop(unsettled, search, start)
-        # Where nothing was counted, fewer than K may reach the lowest: every group is read.
+        # Where nothing was counted, fewer than K may reach the lowest: all groups with a score are
+        # read.
         shared[0] = jnp.where(reaching < 0, NEVER + 1, bound)
 
     lanes.meet(everyone=True)
