@@ -106,7 +106,7 @@ def _in_window(step: Step, window: RingPlan, cfg: ModelConfig) -> Bool[Array, "B
 def _window_rows(step: Step, max_draft: int, cfg: ModelConfig) -> Int32[Array, "B T W"]:
     # Padding sees what the last real token does.
     newest = jnp.minimum(step.positions, step.end[:, None] - 1)
-    tokens = newest[..., None] - jnp.arange(cfg.sliding_window, dtype=jnp.int32)
+    tokens = newest[..., None] - jnp.arange(cfg.sliding_window, dtype=jnp.int32)[None, None]
     size = cfg.sliding_window + max_draft
     rows = history_rows(tokens.reshape(tokens.shape[0], -1), step, size, max_draft)
     return jnp.where(tokens >= 0, rows.reshape(tokens.shape), -1)
@@ -225,7 +225,9 @@ def index_query(
     width, heads = cfg.index_head_dim, cfg.index_n_heads
     q = linear(qr, p["wq_b"], F32).reshape(*x.shape[:2], heads, width)
     q = apply_rope(q, _per_head(rotation)).astype(x.dtype)
-    # As in ``compress``, and so few columns would be copied beside any others.
+    # A left side of its own: XLA would merge this product with those of ``compress``, and copy
+    # all their matrices together, as so few columns do not fill a tile of the product. The barrier
+    # has qr beside x, or it would be the same operation as the one there.
     alone, _ = jax.lax.optimization_barrier((x, qr))
     w = linear(alone, p["weights_proj"], F32)
     w = w * (width**-0.5 * heads**-0.5)

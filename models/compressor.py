@@ -99,8 +99,8 @@ def compress(
     for p, width in zip(compressors, widths, strict=True):
         kv.append(halves(linear(x, p["wkv"], F32), width))
         gate.append(halves(linear(x, p["wgate"], F32) + _phase_rows(p["ape"], plan), width))
-        # XLA merges products with the same left side, reading their matrices where they are on a
-        # GPU; but more than four are copied together at every step. This makes two left sides.
+        # XLA merges products with the same left side, and on a GPU reads their matrices where they
+        # are; but more than four are copied together at every step. Each compressor has its own.
         x = jax.lax.optimization_barrier(x)
     new = jnp.stack((jnp.concatenate(kv, -1), jnp.concatenate(gate, -1)), axis=2)
     ring, history = extend_ring(ring, new, plan.ring)

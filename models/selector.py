@@ -53,10 +53,11 @@ class Selector(Protocol):
     def prepare(
         self, states: tuple[Any, ...], num_slots: Int32[Array, "B T"], *, top_k: int
     ) -> tuple[Any, ...]:
-        """What ``select`` takes for each layer's state in this step.
+        """The layers' states as ``select`` gets them in this step.
 
         Called once a step, before its layers, with what all of them see: work that needs no query
-        is done for all at once. A selector without such work returns the states.
+        is done for all at once. A selector without such work returns the states; ``select`` takes
+        those, too.
         """
         ...
 
@@ -69,11 +70,11 @@ class Selector(Protocol):
         *,
         top_k: int,
     ) -> tuple[Int32[Array, "B T K"], Any]:
-        """Slot numbers to attend to, -1 where there are fewer than K, and an observation.
+        """Slot numbers to attend to, the -1 of fewer than K at the end, and an observation.
 
         ``num_slots`` is how many slots each row sees; rows come in order of position. The state
-        is one layer's, prepared, and is not changed here: the caller commits the observation once
-        it knows how many rows stand.
+        is one layer's, prepared or not, and is not changed here: the caller commits the
+        observation once it knows how many rows stand.
         """
         ...
 

@@ -12,6 +12,8 @@ TILE = 64
 """Rows that the kernel takes at a time: lists are whole tiles of them."""
 WIDEST = 512
 """Channels of a row, of which the kernel has room for two tiles and a query."""
+LONGEST = 2**15 - TILE
+"""Rows of a list: the kernel counts two lists in one integer."""
 
 
 def sparse_attention(
@@ -29,15 +31,16 @@ def sparse_attention(
     """``o = sum e^s v / (sum e^s + e^sink)`` with ``s = scale q . k``, over listed rows, float32.
 
     Each vector is both key and value, and serves all heads. The kernel reads each listed row once
-    for 64 heads, and nothing else: rows that are not listed may hold anything.
+    for 64 heads, and nothing else: rows that are not listed may hold anything. It has no gradient.
 
     Args:
         q: Queries, after rotation.
         window: Rows of the sliding window, in any order.
-        window_ids: Rows of ``window`` that each token sees; those come first, then -1.
+        window_ids: Rows of ``window`` that each token sees: these first, all in bounds, then -1. To
+            the kernel a list ends at as many rows as it names; -1 in between is a mistake.
         sink: The logit of each head's sink, to which no row belongs.
         slots: Rows of compressed slots; None for layers that have none.
-        slot_ids: Slots that each token sees; those come first, then -1.
+        slot_ids: Slots that each token sees, likewise.
         num_slots: How many of the first slots each token sees, instead of ``slot_ids``.
         scale: Of the scores, commonly d^-1/2.
         implementation: "mosaic", "xla", or None to choose by platform, version and shape.
@@ -47,6 +50,8 @@ def sparse_attention(
 
     Source: the spec's "Attention".
     """
+    if q.ndim != 4:
+        raise ValueError(f"q has shape {list(q.shape)}; allowed: [B, T, heads, channels]")
     batch, rows, heads, width = q.shape
     tables = [window] if slots is None else [window, slots]
     if any(x.ndim != 3 or x.shape[0] != batch or x.shape[2] != width for x in tables):
@@ -58,15 +63,19 @@ def sparse_attention(
         slot_ids is not None and num_slots is not None
     ):
         raise ValueError("slots need slot_ids or num_slots, one of them, and neither without slots")
-    lists = [x for x in (window_ids, slot_ids, num_slots) if x is not None]
-    if any(x.shape[:2] != (batch, rows) for x in lists):
+    lists = [x for x in (window_ids, slot_ids) if x is not None]
+    numbers = [*lists, *([] if num_slots is None else [num_slots[..., None]])]
+    if any(x.ndim != 3 or x.shape[:2] != (batch, rows) or x.dtype != jnp.int32 for x in numbers):
         raise ValueError(
-            f"lists are {[list(x.shape) for x in lists]}; allowed: one for each of the "
-            f"{batch} x {rows} tokens"
+            f"lists are {[f'{x.dtype}{list(x.shape)}' for x in lists]} and num_slots "
+            f"{None if num_slots is None else f'{num_slots.dtype}{list(num_slots.shape)}'}; "
+            f"allowed: int32[{batch}, {rows}, rows listed] and int32[{batch}, {rows}]"
         )
     if sink.shape != (heads,):
-        raise ValueError(f"{sink.size} sinks for {heads} heads; allowed: one for each head")
-    why_not = why_not_mosaic(q, *tables)
+        raise ValueError(
+            f"sink has shape {list(sink.shape)}; allowed: [{heads}], one for each head"
+        )
+    why_not = _why_not_mosaic(q, tables, lists)
     if choose("sparse_attention", implementation, why_not) == "mosaic":
         from pallas_kernels.mosaic.attention import sparse_attention_mosaic
 
@@ -100,11 +109,12 @@ def _take(table: jax.Array, ids: jax.Array) -> jax.Array:
 def _product(formula: str, x: jax.Array, rows: jax.Array) -> jax.Array:
     """With rows that all tokens share, [B, M, d], or each has for itself, [B, T, M, d]."""
     formula = formula.format("bmd" if rows.ndim == 3 else "btmd")
-    return jnp.einsum(formula, x, rows, preferred_element_type=jnp.float32)
+    # Float32 products stay float32: by default a GPU would round their factors to TF32.
+    precision = jax.lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None
+    return jnp.einsum(formula, x, rows, precision=precision, preferred_element_type=jnp.float32)
 
 
-def why_not_mosaic(q: jax.Array, *tables: jax.Array) -> str | None:
-    """Why the kernel does not suit these arrays; None if it does."""
+def _why_not_mosaic(q: jax.Array, tables: list[jax.Array], lists: list[jax.Array]) -> str | None:
     dtypes = {str(x.dtype) for x in (q, *tables)}
     if dtypes != {"bfloat16"}:
         return f"queries and rows are {', '.join(sorted(dtypes))}, not bfloat16"
@@ -114,4 +124,10 @@ def why_not_mosaic(q: jax.Array, *tables: jax.Array) -> str | None:
             f"{heads} heads of {width} channels are not a multiple of {TILE} heads of a multiple "
             f"of {2 * TILE} channels up to {WIDEST}"
         )
-    return None if q.size else f"there is nothing in {list(q.shape)}"
+    for x in (q, *tables, *lists):
+        if x.size == 0:
+            return f"there is nothing in {list(x.shape)}"
+    for x in lists:
+        if x.shape[2] > LONGEST:
+            return f"lists of {x.shape[2]} rows are longer than {LONGEST}"
+    return None

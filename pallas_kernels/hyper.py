@@ -69,8 +69,9 @@ def mixing_weights(
                 f"{name} has shape {list(x.shape)}; allowed: {list(shape)}, as {base.size} numbers "
                 f"of base and a product of {list(product.shape)} go together"
             )
-    if iterations < 1:
-        raise ValueError(f"iterations is {iterations}; allowed: at least 1")
+    for name, count in (("iterations", iterations), ("width", width)):
+        if count < 1 or count != int(count):
+            raise ValueError(f"{name} is {count}; allowed: an integer of at least 1")
     arguments = (product, square, scale, base, m, width, rms_eps, iterations, eps)
     unsupported = _why_not_mosaic(m, product=product, square=square, scale=scale, base=base)
     if choose("mixing_weights", implementation, unsupported) == "mosaic":

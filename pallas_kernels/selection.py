@@ -73,7 +73,24 @@ def select_blocks_of_layers(
     capacity: int,
     implementation: Implementation | None = None,
 ) -> tuple[list[Int32[Array, "B C"]], Int32[Array, "L B"]]:
-    """``select_blocks`` of L layers, whose arrays lie apart, in as many launches as one layer's."""
+    """``select_blocks`` of L layers, whose arrays lie apart, in as many launches as one layer's.
+
+    Raises:
+        ValueError: layers that differ in number, shape or type, or a named implementation cannot
+            run.
+    """
+    kinds = {(x.shape, str(x.dtype)) for x in V}, {(x.shape, str(x.dtype)) for x in D_rev}
+    shapes = {shape for kind in kinds for shape, _ in kind}
+    if (
+        not len(V) == len(D_rev) == num_slots.shape[0]
+        or [len(x) for x in kinds] != [1, 1]
+        or (len(shapes) != 1)
+    ):
+        raise ValueError(
+            f"V has {len(V)} layers of {sorted(map(str, kinds[0]))}, D_rev {len(D_rev)} of "
+            f"{sorted(map(str, kinds[1]))}, num_slots {list(num_slots.shape)}; allowed: as many "
+            "layers in all, and one shape"
+        )
     arguments = (V, D_rev, num_slots, budget, explore, priority, block_size, capacity)
     if choose("select_blocks", implementation, _unsupported(V[0], block_size)) == "mosaic":
         from pallas_kernels.mosaic.selection import select_blocks_mosaic

@@ -60,8 +60,8 @@ class Recorded:
     def prepare(
         self, states: tuple[Any, ...], num_slots: Int32[Array, "B T"], *, top_k: int
     ) -> tuple[Any, ...]:
-        del num_slots, top_k
-        return states
+        inner = self.inner.prepare(tuple(s.inner for s in states), num_slots, top_k=top_k)
+        return tuple(s.replace(inner=own) for s, own in zip(states, inner, strict=True))
 
     def select(
         self,
@@ -124,8 +124,9 @@ class SideBySide:
     def prepare(
         self, states: tuple[Any, ...], num_slots: Int32[Array, "B T"], *, top_k: int
     ) -> tuple[Any, ...]:
-        del num_slots, top_k
-        return states
+        parts = zip(self.selectors, zip(*states, strict=True), self._parts(num_slots), strict=True)
+        prepared = [s.prepare(own, seen, top_k=top_k) for s, own, seen in parts]
+        return tuple(zip(*prepared, strict=True))
 
     def select(
         self,

@@ -101,10 +101,18 @@ def select_layers(
 ) -> list[tuple[BlockSelection, SpinState]]:
     """``select_blocks`` of each of a model's layers, which need nothing of a step but N.
 
+    All states have room for the same slots, as ``init_spin`` made them for one model.
+
     Where the configuration is of the paper (A1, max pooling, an exploration that needs no
     ages), the layers share their launches on a GPU: a layer alone costs mostly the launches.
     """
-    num_slots = as_num_slots(states[0], num_slots, cfg, ndim=1)
+    if len({state.V.shape for state in states}) != 1:
+        raise ValueError(
+            f"V of the states has shapes {[list(state.V.shape) for state in states]}; allowed: one "
+            "shape, and at least one layer"
+        )
+    for state in states:
+        num_slots = as_num_slots(state, num_slots, cfg, ndim=1)
     capacity = as_capacity(states[0], cfg, top_k, capacity)
     shared = cfg.reduction == "A1" and cfg.pooling == "max" and not needs_ages(cfg)
     if not shared:

@@ -79,9 +79,9 @@ class RecordingSelector:
     def prepare(
         self, states: tuple[Any, ...], num_slots: Int32[Array, "B T"], *, top_k: int
     ) -> tuple[Any, ...]:
-        """The states as they are: the other selector prepares nothing ahead."""
-        del num_slots, top_k
-        return states
+        """As the other selector does."""
+        inner = self.inner.prepare(tuple(s.inner for s in states), num_slots, top_k=top_k)
+        return tuple(s.replace(inner=own) for s, own in zip(states, inner, strict=True))
 
     def select(
         self,

@@ -22,7 +22,7 @@ from pallas_kernels.compat import interpreted, mosaic_kernel
 from pallas_kernels.mosaic import lanes
 
 MULTIPROCESSORS = 132
-"""Of an H100 or H200; a thread block each, as two do not fit."""
+"""Of an H100 or H200 (SXM); a thread block each, as two do not fit."""
 WARPGROUPS = 2
 PART = TILE // WARPGROUPS
 """Rows of a tile whose scores a warpgroup computes."""
@@ -33,7 +33,7 @@ NOTHING = -1e30
 """A maximum of no scores: finite, so that a difference of two is a number."""
 
 
-def shares(blocks: int, tiles: int) -> int:
+def tiles_each(blocks: int, tiles: int) -> int:
     """Tiles a thread block, so that all ``blocks`` lists of ``tiles`` are done soonest."""
 
     def cost(each: int) -> float:
@@ -62,7 +62,7 @@ def sparse_attention_mosaic(
     if slots is not None:
         slot_tiles = -(-slots.shape[1] // TILE) if slot_ids is None else slot_ids.shape[2] // TILE
     tiles = window_tiles + slot_tiles
-    share = shares(batch * rows * heads // TILE, tiles)
+    share = tiles_each(batch * rows * heads // TILE, tiles)
     split = -(-tiles // share)
     row_layout, column_layout = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
     thread_layout = lanes.coalesced(lanes.THREADS)
@@ -74,7 +74,7 @@ def sparse_attention_mosaic(
         *refs, out_ref, top_ref, total_ref = refs
         slots_ref = refs[0] if refs else window_ref
         request, row = jax.lax.axis_index("request"), jax.lax.axis_index("row")
-        part, head = jax.lax.axis_index("part"), jax.lax.axis_index("heads") * TILE
+        number, head = jax.lax.axis_index("share"), jax.lax.axis_index("heads") * TILE
         ours, warpgroup = pl.ds(head, TILE), jax.lax.axis_index("warpgroup")
         window_list, slot_list = window_ids_ref.at[request, row], None
         if slot_ids is not None:
@@ -84,9 +84,9 @@ def sparse_attention_mosaic(
             """How many rows a list has, kept in the bits that the other list's count leaves."""
             layout, total = thread_layout, jnp.zeros((lanes.THREADS,), jnp.int32)
             index = lanes.iota(lanes.THREADS, layout)
-            for first in range(0, ids.shape[0], lanes.THREADS):
-                at = jnp.minimum(first + index, ids.shape[0] - 1)
-                listed = (first + index < ids.shape[0]) & (lanes.gather(ids, at, layout) >= 0)
+            for begin in range(0, ids.shape[0], lanes.THREADS):
+                at = jnp.minimum(begin + index, ids.shape[0] - 1)
+                listed = (begin + index < ids.shape[0]) & (lanes.gather(ids, at, layout) >= 0)
                 total = total + listed.astype(jnp.int32)
             return total
 
@@ -99,7 +99,7 @@ def sparse_attention_mosaic(
             slot_rows = jnp.clip(refs[1][request, row], 0, slots_ref.shape[1])
         in_window = (window_rows + TILE - 1) // TILE
         live = in_window + (slot_rows + TILE - 1) // TILE
-        first = part * share
+        first = number * share
         mine = jnp.clip(live - first, 0, share)
 
         def start_of(tile):
@@ -118,8 +118,8 @@ def sparse_attention_mosaic(
                 if slot_list is not None:
                     last = slot_tiles * TILE - 1
                     of_slots = lanes.gather(slot_list, jnp.minimum(at, last), thread_layout)
-                tiles = plgpu.layout_cast(jnp.full(at.shape, tile), thread_layout)
-                ids = jnp.where(tiles < in_window, ids, of_slots)
+                this = plgpu.layout_cast(jnp.full(at.shape, tile), thread_layout)
+                ids = jnp.where(this < in_window, ids, of_slots)
             ids = jnp.where(index < seen, ids, -1)
             lanes.copy_rows(
                 window_ref.at[request], slots_ref.at[request], tile < in_window, ids,
@@ -183,19 +183,19 @@ def sparse_attention_mosaic(
                 filled(0.0, (TILE,), row_layout),
             )
             out, top, total = jax.lax.fori_loop(0, mine, step, start)
-            out_ref[part, request, row, ours, pl.ds(warpgroup * half, half)] = out
-            total_ref[part, warpgroup, request, row, ours] = total
+            out_ref[number, request, row, ours, pl.ds(warpgroup * half, half)] = out
+            total_ref[number, warpgroup, request, row, ours] = total
             pl.when(warpgroup == 0)(lambda: store_top(top))
 
         def store_top(top):
-            top_ref[part, request, row, ours] = top
+            top_ref[number, request, row, ours] = top
 
         pl.when(mine > 0)(attend)
 
         @pl.when(mine == 0)
         def _():
             nothing = plgpu.layout_cast(jnp.full((TILE,), 0.0, jnp.float32), row_layout)
-            total_ref[part, warpgroup, request, row, ours] = nothing
+            total_ref[number, warpgroup, request, row, ours] = nothing
             pl.when(warpgroup == 0)(lambda: store_top(nothing + NOTHING))
 
     grid = (split, batch, rows, heads // TILE)
@@ -214,14 +214,14 @@ def sparse_attention_mosaic(
             ),
             "tops": plgpu.SMEM((WARPGROUPS, TILE), jnp.float32),
             "weights": plgpu.SMEM((WARPGROUPS, TILE, PART), q.dtype, transforms=lanes.ROWS),
-            "ready": plgpu.Barrier(num_arrivals=WARPGROUPS),
+            "ready": plgpu.Barrier(num_arrivals=WARPGROUPS),  # a copy each
             "met": plgpu.Barrier(num_arrivals=WARPGROUPS),
             "warps": plgpu.SMEM((WARPGROUPS, lanes.WARPS), jnp.int32),
         },
         # Shared memory that is written twice is guarded by hand.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True),
         grid=grid,
-        grid_names=("part", "request", "row", "heads"),
+        grid_names=("share", "request", "row", "heads"),
         num_threads=WARPGROUPS,
         thread_name="warpgroup",
     )

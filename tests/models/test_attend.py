@@ -1,9 +1,13 @@
 """Attention over groups of rows with a sink against numpy."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from models import attention
+from models.cache import make_step, plan_ring
+from models.presets import tiny_config
 
 
 @pytest.mark.parametrize("rows,scale", [(1, 1), (3, 1), (3, 300)])
@@ -30,3 +34,26 @@ def test_attention_with_a_sink(rows, scale):
         # Scores in the hundreds have an absolute error of their own rounding.
         tolerance = 1e-5 if scale == 1 else 1e-3
         np.testing.assert_allclose(got[b, t, h], expected, rtol=tolerance, atol=1e-6)
+
+
+@pytest.mark.parametrize("window,max_draft", [(1, 0), (4, 3), (16, 7)])
+def test_listed_window_rows_hold_what_the_mask_lets_through(window, max_draft):
+    """Of rings that are not full, or just rolled back, and steps longer than the ring."""
+    cfg = dataclasses.replace(tiny_config(), sliding_window=window)
+    rng = np.random.default_rng(window)
+    for tokens in (1, 2, max_draft + 1, window, 2 * window + max_draft + 3):
+        length = rng.integers(0, 4 * window + 9, 24).astype(np.int32)
+        length[:3] = 0, window, window + max_draft
+        num_new = rng.integers(1, tokens + 1, 24).astype(np.int32)
+        step = make_step(length, num_new, tokens)
+        ring = plan_ring(step, window + max_draft, max_draft)
+        seen = np.asarray(attention._in_window(step, ring, cfg))
+        rows = np.asarray(attention._window_rows(step, max_draft, cfg))
+        held = np.asarray(ring.held)
+        for b, t in np.ndindex(24, tokens):
+            listed = rows[b, t][rows[b, t] >= 0]
+            assert (rows[b, t][len(listed) :] < 0).all() and len(set(listed)) == len(listed)
+            if t < num_new[b]:
+                assert set(held[b, listed]) == set(held[b, seen[b, t]])
+            else:  # padding: any rows that hold a token that is there
+                assert ((held[b, listed] >= 0) & (held[b, listed] < length[b] + num_new[b])).all()

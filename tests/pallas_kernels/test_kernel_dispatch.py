@@ -38,6 +38,14 @@ def test_an_unknown_implementation_is_named():
         (lambda named: attended(heads=32, named=named), "32 heads of 512 channels"),
         (lambda named: attended(width=576, named=named), "64 heads of 576 channels"),
         (lambda named: attended(dtype=jnp.float32, named=named), "rows are float32"),
+        (
+            lambda named: attended(window_ids=struct(2, 1, 0, dtype=jnp.int32), named=named),
+            r"nothing in \[2, 1, 0\]",
+        ),
+        (
+            lambda named: attended(slot_ids=struct(2, 1, 32768, dtype=jnp.int32), named=named),
+            "lists of 32768 rows",
+        ),
         (lambda named: mixed(m=9, named=named), "9 streams are more than 8"),
         (lambda named: mixed(tokens=(0, 1), named=named), "there is nothing in product"),
         (lambda named: mixed(named=named, base=struct(24, dtype=jnp.bfloat16)), "base is bfloat16"),
@@ -97,7 +105,7 @@ def mixed(tokens=(2, 1), m=4, iterations=2, named=None, **changes):
         ({"base": struct(15)}, r"product has shape \[2, 1, 24\]; allowed: \[2, 1, 15\]"),
         ({"square": struct(2, 1, 1)}, r"square has shape \[2, 1, 1\]; allowed: \[2, 1\]"),
         ({"scale": struct(1)}, r"scale has shape \[1\]; allowed: \[3\]"),
-        ({"iterations": 0}, "iterations is 0; allowed: at least 1"),
+        ({"iterations": 0}, "iterations is 0; allowed: an integer of at least 1"),
     ],
 )
 def test_mixing_weights_name_what_does_not_fit(changes, message):
@@ -152,10 +160,48 @@ def attended(heads=64, width=512, dtype=jnp.bfloat16, named=None, **changes):
         ({"slot_ids": None}, "one of them"),
         ({"num_slots": struct(2, 1, dtype=jnp.int32)}, "one of them"),
         ({"window": struct(1, 9, 512, dtype=jnp.bfloat16)}, r"\[1, 9, 512\].*allowed: \[2, rows"),
-        ({"slot_ids": struct(2, 3, 16, dtype=jnp.int32)}, r"\[2, 3, 16\].*2 x 1 tokens"),
-        ({"sink": struct(63)}, "63 sinks"),
+        ({"slot_ids": struct(2, 3, 16, dtype=jnp.int32)}, r"\[2, 3, 16\].*allowed: int32\[2, 1, "),
+        ({"window_ids": struct(2, 1, 8)}, r"float32\[2, 1, 8\].*allowed: int32"),
+        ({"window_ids": struct(2, 1, dtype=jnp.int32)}, r"int32\[2, 1\].*allowed: int32\[2, 1, "),
+        (
+            {"slot_ids": None, "num_slots": struct(2, 1, 9, dtype=jnp.int32)},
+            r"num_slots int32\[2, 1, 9\].*int32\[2, 1\]",
+        ),
+        ({"q": struct(2, 64, 512)}, r"q has shape \[2, 64, 512\]"),
+        ({"sink": struct(63)}, r"sink has shape \[63\].*\[64\]"),
     ],
 )
 def test_attention_names_what_does_not_fit(changes, message):
     with pytest.raises(ValueError, match=message):
         attended(**changes)
+
+
+def test_attention_of_float32_rows_is_float32_whatever_the_default():
+    with jax.default_matmul_precision("default"):
+        lowered = jax.jit(
+            lambda q, w, i, s: pallas_kernels.sparse_attention(q, w, i, s, scale=1.0)
+        ).lower(struct(1, 1, 2, 4), struct(1, 3, 4), struct(1, 1, 3, dtype=jnp.int32), struct(2))
+    products = [line for line in lowered.as_text().splitlines() if "dot_general" in line]
+    assert len(products) == 2
+    assert all("HIGHEST" in line for line in products)
+
+
+def test_layers_to_select_for_must_be_alike():
+    def select(V, D_rev, layers=2):
+        number = jnp.ones((layers, 1), jnp.int32)
+        priority = jnp.zeros((layers, 1, 4), jnp.uint32)
+        return pallas_kernels.select_blocks_of_layers(
+            V, D_rev, number, number, number, priority, block_size=4, capacity=4
+        )
+
+    V, other = jnp.zeros((1, 16)), jnp.zeros((1, 12))
+    select([V, V], [V, V])
+    for arguments in (
+        ([V, V], [V]),
+        ([V, other], [V, V]),
+        ([V, V], [other, V]),
+        ([V], [V]),
+        ([], []),
+    ):
+        with pytest.raises(ValueError, match="as many layers in all, and one shape"):
+            select(*arguments)

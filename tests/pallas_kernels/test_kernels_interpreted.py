@@ -198,7 +198,9 @@ def test_sparse_attention(slots, monkeypatch):
     """Shares of one tile and of all tiles, lists that end inside a tile, and empty ones."""
     from pallas_kernels.mosaic import attention
 
-    monkeypatch.setattr(attention, "shares", lambda blocks, tiles: 1 if slots == "listed" else 3)
+    monkeypatch.setattr(
+        attention, "tiles_each", lambda blocks, tiles: 1 if slots == "listed" else 3
+    )
     case = attention_case(np.random.default_rng(0), 2, 3, 64, 128)
     q, window, ids, sink, table, slot_ids, num_slots = case
     q, window, table = (jnp.asarray(x, jnp.bfloat16) for x in (q, window, table))

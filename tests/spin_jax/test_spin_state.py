@@ -300,7 +300,11 @@ def test_scores_of_the_wrong_shape():
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"policy": "none"}, {"policy": "age"}, {"reduction": "A2"}, {"pooling": "mean"}]
+    "changes",
+    [{}, {"policy": "none"}, {"unobserved": "-inf"}]
+    # These are selected one by one: the paper's other variants go through the same door.
+    + [{"policy": "age"}, {"policy": "staleness"}, {"reduction": "A2"}, {"reduction": "A0"}]
+    + [{"pooling": "mean"}],
 )
 def test_layers_selected_together_are_as_selected_alone(changes):
     cfg = SpinConfig(**({"block_size": 4, "sparsity": 0.75, "exploration": 0.2} | changes))
@@ -327,3 +331,19 @@ def test_layers_selected_together_are_truncated_alone():
     jitted = jax.jit(lambda s, n: select_layers(s, n, CFG, top_k=TOP_K, capacity=5))
     selected = jitted(states, jnp.array([64, 9]))
     assert [s.truncated.tolist() for s, _ in selected] == [[False, False], [True, False]]
+
+
+@pytest.mark.parametrize(
+    "states,message",
+    [
+        (lambda: [], "at least one layer"),
+        (lambda: [fresh(), fresh(max_slots=32)], r"\[\[2, 64\], \[2, 32\]\]; allowed: one shape"),
+        (
+            lambda: [fresh(), fresh(cfg=SpinConfig(block_size=4, unobserved="-inf"))],
+            "starts at -inf, the configuration",
+        ),
+    ],
+)
+def test_layers_that_differ_are_named(states, message):
+    with pytest.raises(ValueError, match=message):
+        select_layers(states(), jnp.array([5, 6]), CFG, top_k=TOP_K)
