@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from models.config import ModelConfig
+from pallas_kernels.compat import full_precision
 
 F32 = jnp.float32
 SMALL_VOCABULARY = 4096
@@ -29,11 +30,6 @@ def linear(
     precision = full_precision(x)
     out = jax.lax.dot_general(x, weight, dims, precision=precision, preferred_element_type=F32)
     return out.astype(x.dtype if dtype is None else dtype)
-
-
-def full_precision(x: Array) -> jax.lax.Precision | None:
-    """Float32 products stay float32: by default a GPU would round their factors to TF32."""
-    return jax.lax.Precision.HIGHEST if x.dtype == F32 else None
 
 
 def einsum(formula: str, a: Array, b: Array) -> Array:

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from models.config import ModelConfig
-from models.layers import F32, einsum, full_precision, linear
-from pallas_kernels.compat import runs_on_gpu
+from models.layers import F32, einsum, linear
+from pallas_kernels.compat import full_precision, runs_on_gpu
 
 BANDWIDTH_BOUND = 64
 """Up to so many tokens a GPU multiplies by a matrix in the time that it takes to read it."""

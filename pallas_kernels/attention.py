@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.compat import Implementation, choose
+from pallas_kernels.compat import Implementation, choose, full_precision
 
 TILE = 64
 """Rows that the kernel takes at a time: lists are whole tiles of them."""
@@ -109,8 +109,7 @@ def _take(table: jax.Array, ids: jax.Array) -> jax.Array:
 def _product(formula: str, x: jax.Array, rows: jax.Array) -> jax.Array:
     """With rows that all tokens share, [B, M, d], or each has for itself, [B, T, M, d]."""
     formula = formula.format("bmd" if rows.ndim == 3 else "btmd")
-    # Float32 products stay float32: by default a GPU would round their factors to TF32.
-    precision = jax.lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None
+    precision = full_precision(rows)
     return jnp.einsum(formula, x, rows, precision=precision, preferred_element_type=jnp.float32)
 
 

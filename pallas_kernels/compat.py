@@ -57,6 +57,11 @@ def mosaic_kernel(body: Callable[..., None], **options: Any) -> Callable[..., An
     return plgpu.kernel(overlapped, **options)
 
 
+def full_precision(x: jax.Array) -> jax.lax.Precision | None:
+    """Float32 products stay float32: by default a GPU would round their factors to TF32."""
+    return jax.lax.Precision.HIGHEST if x.dtype == "float32" else None
+
+
 def runs_on_gpu() -> bool:
     """Whether what is traced now is for a GPU, where layouts should suit it."""
     return _device.get() == "assumed" or jax.default_backend() == "gpu"

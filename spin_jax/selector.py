@@ -22,7 +22,7 @@ from pallas_kernels.scoring import GROUP
 from spin_jax.config import SpinConfig, steady_capacity
 from spin_jax.metrics import MissSummary, kept_slots, miss, summarize_miss
 from spin_jax.observation import observe, top_k_and_observe
-from spin_jax.selection import BlockSelection, allocated_slots, select_blocks, select_layers
+from spin_jax.selection import BlockSelection, allocated_slots, select_layers
 from spin_jax.speculative import Mask, Update, check_mode, observe_rows, select_rows
 from spin_jax.state import SpinState, init_spin, reset
 
@@ -163,23 +163,26 @@ class SpinSelector:
     ) -> tuple[Int32[Array, "B T K"], Observation]:
         """Slots for each row from the blocks selected for all rows of a request together."""
         cfg, rows = self.config, num_slots.shape[1]
-        prepared, state = (state, state.layer) if isinstance(state, Prepared) else (None, state)
+        given, state = state, state.layer if isinstance(state, Prepared) else state
         slots, kept = keys.values.shape[1], allocated_slots(state.spin, cfg)
         if -(-slots // cfg.block_size) != -(-kept // cfg.block_size):
             raise ValueError(
                 f"there are keys of {slots} slots and a state of {kept} under this configuration; "
                 "pass the state that init of the same selector gave for so many slots"
             )
-        capacity = self._capacity(kept, top_k, rows)
-        if prepared is not None:
-            selection, after = prepared.selection, prepared.after
-        elif rows == 1:
-            selection, after = select_blocks(
-                state.spin, num_slots[:, 0], cfg, top_k=top_k, capacity=capacity
-            )
+        if rows == 1:
+            if not isinstance(given, Prepared):
+                [given] = self.prepare((state,), num_slots, top_k=top_k)
+            assert isinstance(given, Prepared)
+            selection, after = given.selection, given.after
         else:
             selection, after = select_rows(
-                state.spin, num_slots, cfg, top_k=top_k, capacity=capacity, mode=self.mask
+                state.spin,
+                num_slots,
+                cfg,
+                top_k=top_k,
+                capacity=self._capacity(kept, top_k, rows),
+                mode=self.mask,
             )
         scores, group_max = index_scores(
             query.q,

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from pallas_kernels.attention import TILE
 from pallas_kernels.compat import interpreted, mosaic_kernel
 from pallas_kernels.mosaic import lanes
+from pallas_kernels.mosaic import rows as rows_to_shared
 
 MULTIPROCESSORS = 132
 """Of an H100 or H200 (SXM); a thread block each, as two do not fit."""
@@ -121,7 +122,7 @@ def sparse_attention_mosaic(
                 this = plgpu.layout_cast(jnp.full(at.shape, tile), thread_layout)
                 ids = jnp.where(this < in_window, ids, of_slots)
             ids = jnp.where(index < seen, ids, -1)
-            lanes.copy_rows(
+            rows_to_shared.copy_rows(
                 window_ref.at[request], slots_ref.at[request], tile < in_window, ids,
                 ring.at[(tile - first) % STAGES, warpgroup],
             )  # fmt: skip
@@ -133,7 +134,7 @@ def sparse_attention_mosaic(
         def step(at, carry):
             out, top, total = carry
             tile, stage = first + at, at % STAGES
-            lanes.wait_copies()
+            rows_to_shared.wait_copies()
             meet()  # the tile is there, and both have read the one before it
 
             def multiply(acc):
@@ -208,12 +209,18 @@ def sparse_attention_mosaic(
             jax.ShapeDtypeStruct((split, WARPGROUPS, *shape[1:]), jnp.float32),
         ),
         scratch_types={
-            "queries": plgpu.SMEM((WARPGROUPS, TILE, half), q.dtype, transforms=lanes.ROWS),
+            "queries": plgpu.SMEM(
+                (WARPGROUPS, TILE, half), q.dtype, transforms=rows_to_shared.ROWS
+            ),
             "ring": plgpu.SMEM(
-                (STAGES, WARPGROUPS, WARPGROUPS, PART, half), q.dtype, transforms=lanes.ROWS
+                (STAGES, WARPGROUPS, WARPGROUPS, PART, half),
+                q.dtype,
+                transforms=rows_to_shared.ROWS,
             ),
             "tops": plgpu.SMEM((WARPGROUPS, TILE), jnp.float32),
-            "weights": plgpu.SMEM((WARPGROUPS, TILE, PART), q.dtype, transforms=lanes.ROWS),
+            "weights": plgpu.SMEM(
+                (WARPGROUPS, TILE, PART), q.dtype, transforms=rows_to_shared.ROWS
+            ),
             "ready": plgpu.Barrier(num_arrivals=WARPGROUPS),  # a copy each
             "met": plgpu.Barrier(num_arrivals=WARPGROUPS),
             "warps": plgpu.SMEM((WARPGROUPS, lanes.WARPS), jnp.int32),
