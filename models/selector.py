@@ -116,9 +116,9 @@ class AllKeep:
     ) -> tuple[Int32[Array, "B T K"], Any]:
         del state
         scores, group_max = index_scores(
-            query.q, query.w, keys.values, num_slots, key_scales=keys.scales
+            query.q, query.w, keys.values, num_slots, key_scales=keys.scales, fill=False
         )
-        return top_k_slots(scores, top_k, group_max=group_max), ()
+        return top_k_slots(scores, top_k, group_max=group_max, num_scores=num_slots), ()
 
     def commit(self, state: Any, observation: Any, num_rows: Int32[Array, "B"]) -> Any:
         del observation, num_rows

@@ -26,6 +26,7 @@ def top_k_slots(
     block_ids: Int32[Array, "B C"] | None = None,
     block_size: int = 64,
     group_max: Float[Array, "... G"] | None = None,
+    num_scores: Int32[Array, "..."] | None = None,
     implementation: Implementation | None = None,
 ) -> Int32[Array, "... K"]:
     """``TopK(s, min(k, M))``: the slots of the highest scores, ties to the lowest, ascending.
@@ -39,6 +40,9 @@ def top_k_slots(
         group_max: The maximum of every 16 scores but NaN, G = ceil(M / 16), as ``index_scores``
             returns it, if known: the K-th highest maximum bounds the K-th highest score, so that
             the kernel need not read groups that hold none of the K highest.
+        num_scores: How many scores of each row there are, [B] or [B, R]: whatever stands beyond
+            them is not ranked, and the time does not depend on how much that is. The maximum of a
+            group that ends beyond is of what there is. None: M.
         implementation: "mosaic", "xla", or None to choose by platform, version and shape.
 
     Returns:
@@ -49,8 +53,8 @@ def top_k_slots(
 
     Source: paper, Algorithm 1 step 7.
     """
-    check_ranking(scores, k, block_ids, block_size, group_max)
-    arguments = (scores, k, block_ids, block_size, group_max)
+    check_ranking(scores, k, block_ids, block_size, group_max, num_scores)
+    arguments = (scores, k, block_ids, block_size, group_max, num_scores)
     if choose("top_k_slots", implementation, unsupported(scores, k)) == "mosaic":
         from pallas_kernels.mosaic.topk import top_k_slots_mosaic
 
@@ -64,6 +68,7 @@ def check_ranking(
     block_ids: jax.Array | None,
     block_size: int,
     group_max: jax.Array | None,
+    num_scores: jax.Array | None,
 ) -> None:
     """Raises ``ValueError`` unless what describes the scores fits them."""
     if isinstance(k, bool) or not isinstance(k, Integral) or k < 1:
@@ -74,6 +79,11 @@ def check_ranking(
         raise ValueError(
             f"group_max has shape {list(group_max.shape)}; allowed: {list(groups)}, the maximum of "
             f"every {GROUP} scores, or None"
+        )
+    if num_scores is not None and num_scores.shape != tuple(leading):
+        raise ValueError(
+            f"num_scores has shape {list(num_scores.shape)}; allowed: {leading}, a count for each "
+            f"row of scores, or None"
         )
     if block_ids is None:
         return
@@ -109,16 +119,33 @@ def group_size(length: int) -> int | None:
     return None
 
 
+def few_groups(size: int) -> int:
+    """So many groups are all read, without a search among their maxima."""
+    return BUFFER // size
+
+
+def first_scores(
+    scores: Float[Array, "... M"], num_scores: Int32[Array, "..."] | None
+) -> Float[Array, "... M"]:
+    """The first ``num_scores`` of each row, then minus infinity."""
+    if num_scores is None:
+        return scores
+    place = jax.lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
+    return jnp.where(place < num_scores[..., None], scores, -jnp.inf)
+
+
 def top_k_slots_reference(
     scores: jax.Array,
     k: int,
     block_ids: jax.Array | None,
     block_size: int,
     group_max: jax.Array | None,
+    num_scores: jax.Array | None,
 ) -> jax.Array:
     """The same in plain ``jnp``, for any shape."""
     del group_max
     *_, length = scores.shape
+    scores = first_scores(scores, num_scores)
     values = ordered_floats(scores)
     if k < length:
         # In floats: XLA's CPU backend sorts integers in full, 40 times slower at 32,768 scores.

@@ -42,7 +42,7 @@ LAYERS = 21
 """Layers with an indexer in Flash."""
 
 
-def check_stages(args, x: Inputs, V, D_rev, ids, scores, group_max) -> dict[str, Any]:
+def check_stages(args, x: Inputs, V, D_rev, ids, count, scores, group_max) -> dict[str, Any]:
     """Compares the kernels with float32 and the references on the inputs that are timed."""
     some, [layer] = slice(0, 2), x.layers
     exact = jnp.einsum(
@@ -61,9 +61,11 @@ def check_stages(args, x: Inputs, V, D_rev, ids, scores, group_max) -> dict[str,
         some_scores = scores[..., : capacity * BLOCK]
         some_max = group_max[..., : capacity * BLOCK // GROUP]
         named[impl] = (
-            jnp.sort(jax.jit(stage.top_k)(scores, None, group_max), axis=-1),
-            *jax.jit(stage.select)(V, D_rev, x),
-            *jax.jit(stage.both)(*V, *D_rev, some_scores, ids, x.num_slots, some_max),
+            jnp.sort(jax.jit(stage.top_k)(scores, None, group_max, x.num_slots), axis=-1),
+            *jax.tree.leaves(jax.jit(stage.select)(V, D_rev, x)),
+            *jax.jit(stage.both)(
+                *V, *D_rev, some_scores, ids, x.num_slots, some_max, count * BLOCK
+            ),
         )
     same = [bool(jnp.allclose(a, b, atol=1e-6)) for a, b in zip(*named.values(), strict=True)]
     if not (float(error) < 1e-3 and all(same)):
@@ -80,11 +82,16 @@ def stage_rows(args, batch: int, slots: int, fp8: bool, sparsity: float):
     for impl in ("mosaic",) if fp8 else ("mosaic", "xla"):
         stage = stages(impl, args.top_k, m)
         score = lambda x, ids, stage=stage: stage.score(*x.layers, x.num_slots, ids)  # noqa: E731
-        [ids] = jax.jit(stage.select)(V, D_rev, x) if sparsity else [None]
+        ids, count = None, x.num_slots // BLOCK
+        if sparsity:
+            [ids], [count] = jax.jit(stage.select)(V, D_rev, x)
+        num_scores = count * BLOCK
         scores, group_max = jax.jit(score)(x, ids)
         rows.append(label("score", impl, us=timer(score, x, ids)))
         if not fp8:  # the other stages do not see the keys
-            rows.append(label("top_k", impl, us=timer(stage.top_k, scores, ids, group_max)))
+            rows.append(
+                label("top_k", impl, us=timer(stage.top_k, scores, ids, group_max, num_scores))
+            )
         if sparsity and not fp8:
             rows.append(label("select", impl, us=timer(stage.select, V, D_rev, x)))
             # The profiled call keeps its operands, so it copies V and D first: not the kernel's.
@@ -92,11 +99,11 @@ def stage_rows(args, batch: int, slots: int, fp8: bool, sparsity: float):
             us = timer(stage.ema, *V, *D_rev, scores, ids, x.num_slots)
             rows.append(label("ema", impl, us=us - copies))
             if impl == "mosaic":
-                us = timer(stage.both, *V, *D_rev, scores, ids, x.num_slots, group_max)
+                us = timer(stage.both, *V, *D_rev, scores, ids, x.num_slots, group_max, num_scores)
                 rows.append(label("top_k+ema", impl, us=us - copies))
         if sparsity and impl == "mosaic":
             full = jax.jit(score)(x, None)
-            checks = check_stages(args, x, V, D_rev, ids, *full)
+            checks = check_stages(args, x, V, D_rev, ids, count, *full)
     return rows, checks
 
 

@@ -92,27 +92,31 @@ class Stages(NamedTuple):
 
 
 def stages(impl: Any, k: int, capacity: int) -> Stages:
-    """All layers' selection, and one layer's other stages."""
+    """All layers' selection, and one layer's other stages.
+
+    ``num_scores`` is how many scores of each request there are; XLA's are all written.
+    """
 
     def select(V, D_rev, x):
         num_slots = jnp.broadcast_to(x.num_slots[None], x.budget.shape)
         return ops.select_blocks_of_layers(
             V, D_rev, num_slots, x.budget, x.explore, x.priority,
             block_size=BLOCK, capacity=capacity, implementation=impl,
-        )[0]  # fmt: skip
+        )  # fmt: skip
 
     def score(own, num_slots, ids):
         return ops.index_scores(
             own.q, own.w, own.keys, num_slots[:, None], block_ids=ids, key_scales=own.scales,
-            implementation=impl,
+            fill=False, implementation=impl,
         )  # fmt: skip
 
-    def top_k(scores, ids, group_max):
+    def top_k(scores, ids, group_max, num_scores):
         if impl == "xla":
             return xla_top_k(scores[:, 0], ids, k)
         return ops.top_k_slots(
-            scores[:, 0], k, block_ids=ids, group_max=group_max[:, 0], implementation=impl
-        )
+            scores[:, 0], k, block_ids=ids, group_max=group_max[:, 0], num_scores=num_scores,
+            implementation=impl,
+        )  # fmt: skip
 
     def ema(V, D_rev, scores, ids, num_slots):
         return ops.ema_scatter(
@@ -120,10 +124,10 @@ def stages(impl: Any, k: int, capacity: int) -> Stages:
             block_size=BLOCK, decay=DECAY, implementation=impl,
         )  # fmt: skip
 
-    def both(V, D_rev, scores, ids, num_slots, group_max):
+    def both(V, D_rev, scores, ids, num_slots, group_max, num_scores):
         return ops.top_k_and_observe(
             scores[:, 0], k, V, D_rev, ids, num_slots, group_max=group_max[:, 0],
-            block_size=BLOCK, decay=DECAY, implementation=impl,
+            num_scores=num_scores, block_size=BLOCK, decay=DECAY, implementation=impl,
         )  # fmt: skip
 
     return Stages(select, score, top_k, ema, both)
@@ -144,7 +148,7 @@ def all_keep_step(i, state, x: Inputs, *, impl: Any, top_k: int):
     @jax.jit  # lowered once for all layers
     def choose(own, num_slots):
         scores, group_max = stage.score(own, num_slots, None)
-        return stage.top_k(scores, None, group_max)
+        return stage.top_k(scores, None, group_max, num_slots)
 
     return state, tuple(choose(own, num_slots) for own in x.layers)
 
@@ -156,13 +160,15 @@ def spin_step(i, state, x: Inputs, *, impl: Any, top_k: int, capacity: int, fuse
     stage = stages(impl, top_k, capacity)
 
     @jax.jit
-    def choose(own, V, D_rev, ids, num_slots):
+    def choose(own, V, D_rev, ids, count, num_slots):
         scores, group_max = stage.score(own, num_slots, ids)
+        num_scores = count * BLOCK
         if fused:
-            return stage.both(V, D_rev, scores, ids, num_slots, group_max)
-        return stage.top_k(scores, ids, group_max), *stage.ema(V, D_rev, scores, ids, num_slots)
+            return stage.both(V, D_rev, scores, ids, num_slots, group_max, num_scores)
+        slots = stage.top_k(scores, ids, group_max, num_scores)
+        return slots, *stage.ema(V, D_rev, scores, ids, num_slots)
 
-    layers = zip(x.layers, V, D_rev, stage.select(V, D_rev, x), strict=True)
+    layers = zip(x.layers, V, D_rev, *stage.select(V, D_rev, x), strict=True)
     chosen = [choose(*layer, x.num_slots) for layer in layers]
     results, V, D_rev = zip(*chosen, strict=True)
     return (V, D_rev), results

@@ -34,6 +34,7 @@ def top_k_and_observe_mosaic(
     block_size: int,
     decay: float,
     group_max: jax.Array | None,
+    num_scores: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See ``pallas_kernels.observe``."""
     batch, length = scores.shape
@@ -44,10 +45,13 @@ def top_k_and_observe_mosaic(
     thread_blocks = MULTIPROCESSORS * (2 if two else 1)
     updaters = max(thread_blocks - batch, MULTIPROCESSORS // 2)
     updaters = min(-(-tiles // WARPGROUPS), updaters)
-    strides = updaters * WARPGROUPS
-    maxima = ranking.maxima(scores, group_max)
+    # As many warpgroups for each request, so that one whose scores end early costs little.
+    team = max(1, updaters * WARPGROUPS // batch)
+    teams = updaters * WARPGROUPS // team
+    counts = jnp.full(batch, length, jnp.int32) if num_scores is None else num_scores
+    maxima = ranking.maxima(scores, group_max, num_scores)
 
-    def top_k_and_observe(V_ref, D_ref, scores_ref, ids_ref, num_ref, *refs, **scratch):
+    def top_k_and_observe(V_ref, D_ref, scores_ref, ids_ref, num_ref, counts_ref, *refs, **scratch):
         *maxima_refs, out_ref = refs
         worker = jax.lax.axis_index("worker")
 
@@ -55,17 +59,23 @@ def top_k_and_observe_mosaic(
         def _():
             maxima_row = maxima_refs[0].at[worker] if maxima_refs else None
             source, ids = scores_ref.at[worker], ids_ref.at[worker]
-            rank_row(ranking, source, maxima_row, ids, out_ref.at[worker], **scratch)
+            count = None if num_scores is None else counts_ref[worker]
+            rank_row(ranking, source, maxima_row, ids, out_ref.at[worker], count, **scratch)
 
         @pl.when(worker >= batch)
         def _():
-            first = (worker - batch) * WARPGROUPS + jax.lax.axis_index("warpgroup")
+            updater = (worker - batch) * WARPGROUPS + jax.lax.axis_index("warpgroup")
+            own_team, member = jnp.divmod(updater, team)
 
-            @pl.loop(0, (tiles - first + strides - 1) // strides)
+            @pl.loop(0, (batch - own_team + teams - 1) // teams)
             def _(turn):
-                row, tile = jnp.divmod(first + turn * strides, update.tiles)
+                row = own_team + turn * teams
                 tables = [ref.at[row] for ref in (V_ref, D_ref, scores_ref, ids_ref)]
-                update.run(*tables, num_ref[row], tile)
+                tiles = (jnp.clip(counts_ref[row], 0, length) + TILE - 1) // TILE
+
+                @pl.loop(0, (tiles - member + team - 1) // team)
+                def _(turn):
+                    update.run(*tables, num_ref[row], member + turn * team)
 
     new_V, new_D = jax.new_ref(V), jax.new_ref(D_rev)
     kernel = mosaic_kernel(
@@ -77,5 +87,5 @@ def top_k_and_observe_mosaic(
         num_threads=WARPGROUPS,
         thread_name="warpgroup",
     )
-    chosen = kernel(new_V, new_D, scores, block_ids, num_slots, *maxima)
+    chosen = kernel(new_V, new_D, scores, block_ids, num_slots, counts, *maxima)
     return chosen, new_V[...], new_D[...]

@@ -2,8 +2,9 @@
 
 A ring of bulk copies keeps key blocks in flight; a block is multiplied with the queries of each
 verifier row (wgmma, keys as rows), then ReLU, weights and sum stay in registers. A thread block
-takes a run of places in one request's list of blocks and stops at the first that is not live, so
-the cost follows the live blocks and the hardware's scheduler balances ragged batches.
+takes every n-th place of one request's list of blocks and stops at the first that is not live, so
+the cost follows the live blocks, all n share them evenly however few there are, and the hardware's
+scheduler balances ragged batches.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ RING_BYTES = 32 * 1024
 THREAD_BLOCKS = 4 * 132
 """As many are resident at once on an H100 or H200."""
 LONGEST_RUN = 16
+"""Places that a thread block takes, while ``MOST_THREAD_BLOCKS`` suffice."""
+MOST_THREAD_BLOCKS = 8 * THREAD_BLOCKS
+"""More would take longer to start than to find that there is nothing to do."""
 
 
 def index_scores_mosaic(
@@ -36,6 +40,7 @@ def index_scores_mosaic(
     block_ids: jax.Array | None,
     block_size: int,
     key_scales: jax.Array | None,
+    fill: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """See ``pallas_kernels.scoring``."""
     batch = keys.shape[0]
@@ -45,7 +50,7 @@ def index_scores_mosaic(
         ids = jnp.where(block_ids[..., None] < 0, -1, parts).reshape(batch, -1)
     else:
         ids = block_ids
-    return _score(q, w, keys, num_slots, ids, key_scales)
+    return _score(q, w, keys, num_slots, ids, key_scales, fill)
 
 
 def _score(
@@ -55,6 +60,7 @@ def _score(
     num_slots: jax.Array,
     ids: jax.Array | None,
     key_scales: jax.Array | None,
+    fill: bool,
 ) -> tuple[jax.Array, jax.Array]:
     batch, rows, heads, width = q.shape
     slots = keys.shape[1]
@@ -63,6 +69,9 @@ def _score(
     stages = RING_BYTES // (BLOCK * width * item)
     # One wave where that keeps runs short; otherwise several, which evens out unequal progress.
     run = min(LONGEST_RUN, max(4, -(-batch * capacity // THREAD_BLOCKS)))
+    # A thread a place counts what is to do.
+    run = min(lanes.THREADS, max(run, -(-batch * capacity // MOST_THREAD_BLOCKS)))
+    runs = -(-capacity // run)
     swizzled = (plgpu.TilingTransform((8, 128 // item)), plgpu.SwizzleTransform(128))
     scaled = key_scales is not None
     row_layout, column_layout = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
@@ -75,15 +84,15 @@ def _score(
         ids_ref = None if ids is None else refs.pop(0)
         scales_ref = refs.pop(0) if scaled else None
         scores_ref, max_ref = refs
-        request, first = jax.lax.axis_index("request"), jax.lax.axis_index("run") * run
-        places = jnp.minimum(run, capacity - first)
+        request, first = jax.lax.axis_index("request"), jax.lax.axis_index("run")
+        places = (capacity - first + runs - 1) // runs
         limits = [jnp.minimum(num_ref[request, row], slots) for row in range(rows)]
 
         def block_at(place):
             return place if ids_ref is None else ids_ref[request, place]
 
-        def fetch(place, block):
-            stage, slot = (place - first) % stages, pl.ds(block * BLOCK, BLOCK)
+        def fetch(at, block):
+            stage, slot = at % stages, pl.ds(block * BLOCK, BLOCK)
             plgpu.copy_gmem_to_smem(k_ref.at[request, slot], ring.at[stage], filled.at[stage])
             if scaled:
                 plgpu.copy_gmem_to_smem(
@@ -95,20 +104,26 @@ def _score(
             groups = max_ref.at[request, row, pl.ds(place * lanes.WARPS, lanes.WARPS)]
             lanes.store_warp_maxima(values, row_layout, groups)
 
-        def count_live(end):
+        def count_places(end):
+            """How many places are to score, and to write."""
             if ids_ref is None:
-                return jnp.clip((end + BLOCK - 1) // BLOCK - first, 0, places)
+                blocks = (end + BLOCK - 1) // BLOCK
+                live = jnp.clip((blocks - first + runs - 1) // runs, 0, places)
+                return live, live
             layout = lanes.coalesced(lanes.THREADS)
             index = lanes.iota(lanes.THREADS, layout)
-            at = first + jnp.minimum(index, places - 1)
+            at = first + jnp.minimum(index, places - 1) * runs
             block = lanes.gather(ids_ref.at[request], at, layout)
-            live = (index < places) & (block >= 0) & (block * BLOCK < end)
-            return lanes.reduce("add", live.astype(jnp.int32), layout, warps)
+            listed = (index < places) & (block >= 0)
+            live = listed & (block * BLOCK < end)
+            both = live.astype(jnp.int32) + (listed.astype(jnp.int32) << 16)
+            both = lanes.reduce("add", both, layout, warps)
+            return both & 0xFFFF, both >> 16
 
         def score(live):
             @pl.loop(0, jnp.minimum(stages, live))
             def _(at):
-                fetch(first + at, block_at(first + at))
+                fetch(at, block_at(first + at * runs))
 
             weights = [
                 plgpu.load(w_ref.at[request, row], layout=column_layout, optimized=False)
@@ -117,7 +132,7 @@ def _score(
             plgpu.barrier_wait(ready)
 
             def step(at, following):
-                place, stage = first + at, at % stages
+                place, stage = first + at * runs, at % stages
                 block = block_at(place)
                 plgpu.barrier_wait(filled.at[stage])
                 sums = []
@@ -134,16 +149,17 @@ def _score(
                     scale = plgpu.load(scale_ring.at[stage], layout=row_layout, optimized=False)
                     sums = [total * scale for total in sums]
                 lanes.meet()  # by now all have read this stage
-                pl.when(at + stages < live)(lambda: fetch(place + stages, following))
+                pl.when(at + stages < live)(lambda: fetch(at + stages, following))
                 slot = block * BLOCK + lanes.iota(BLOCK, row_layout)
                 for row, total in enumerate(sums):
                     total = jnp.where(total > LOWEST, total, LOWEST)
                     total = jnp.where(slot < limits[row], total, -jnp.inf)
                     store(place, row, total)
                 # The number of the block to fetch next time: its load has a step to arrive.
-                return block_at(first + jnp.minimum(at + stages + 1, live - 1))
+                return block_at(first + jnp.minimum(at + stages + 1, live - 1) * runs)
 
-            jax.lax.fori_loop(0, live, step, block_at(first + jnp.minimum(stages, live - 1)))
+            following = block_at(first + jnp.minimum(stages, live - 1) * runs)
+            jax.lax.fori_loop(0, live, step, following)
 
         def fetch_queries():
             for row in range(rows):
@@ -151,15 +167,17 @@ def _score(
 
         # Live blocks come first. A window far larger than its contents is mostly runs of none.
         start, end = block_at(first), functools.reduce(jnp.maximum, limits)
-        pl.when((start >= 0) & (start * BLOCK < end))(fetch_queries)
-        live = count_live(end)
+        alive = (start >= 0) & (start * BLOCK < end)
+        pl.when(alive)(fetch_queries)
+        nothing = jnp.int32(0), jnp.int32(0)
+        live, written = jax.lax.cond(start >= 0, lambda: count_places(end), lambda: nothing)
         pl.when(live > 0)(lambda: score(live))
-        nothing = plgpu.layout_cast(jnp.full((BLOCK,), -jnp.inf), row_layout)
 
-        @pl.loop(live, places)
+        @pl.loop(live, places if fill else written)
         def _(at):
+            hidden = plgpu.layout_cast(jnp.full((BLOCK,), -jnp.inf), row_layout)
             for row in range(rows):
-                store(first + at, row, nothing)
+                store(first + at * runs, row, hidden)
 
     scratch = {
         "queries": plgpu.SMEM((rows, heads, width), q.dtype, transforms=swizzled),
@@ -179,7 +197,7 @@ def _score(
         scratch_types=scratch,
         # The only shared memory that is written twice is guarded by hand.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-        grid=(batch, -(-capacity // run)),
+        grid=(batch, runs),
         grid_names=("request", "run"),
     )
     operands = [q, w, keys, num_slots, ids, key_scales]

@@ -26,7 +26,7 @@ from pallas_kernels.mosaic import lanes
 from pallas_kernels.mosaic.search import TILE, Tiles
 from pallas_kernels.ordering import HIGHEST, NEVER, ordered_keys
 from pallas_kernels.scoring import GROUP, group_maxima
-from pallas_kernels.topk import group_size
+from pallas_kernels.topk import few_groups, first_scores, group_size
 
 Load = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 
@@ -69,13 +69,19 @@ class Ranking:
         fits = (n for n in (8, 4, 2) if 2 * self.groups // n >= enough and not maxima % (n * TILE))
         return next(fits, 1)
 
-    def maxima(self, rows: jax.Array, group_max: jax.Array | None) -> list[jax.Array]:
+    def maxima(
+        self, rows: jax.Array, group_max: jax.Array | None, counts: jax.Array | None
+    ) -> list[jax.Array]:
         """The maximum of each group, if they are needed."""
         if not self.group:
             return []
         if group_max is None:
+            rows = first_scores(rows, counts)
             return [group_maxima(jnp.where(rows > -jnp.inf, rows, -jnp.inf), self.group)]
-        return [group_maxima(group_max.reshape(rows.shape[0], -1), self.group // GROUP)]
+        group_max = group_max.reshape(rows.shape[0], -1)
+        if counts is not None and self.group > GROUP:
+            group_max = first_scores(group_max, (counts + GROUP - 1) // GROUP)
+        return [group_maxima(group_max, self.group // GROUP)]
 
     @property
     def whole(self) -> int:
@@ -109,22 +115,24 @@ def top_k_slots_mosaic(
     block_ids: jax.Array | None,
     block_size: int,
     group_max: jax.Array | None,
+    num_scores: jax.Array | None,
 ) -> jax.Array:
     """See ``pallas_kernels.topk``."""
     *leading, length = scores.shape
     ranking = Ranking.of(length, k, block_size)
     rows = scores.reshape(-1, length)
     num_rows = rows.shape[0]
-    operands = [rows, *ranking.maxima(rows, group_max)]
-    if block_ids is not None:
-        operands.append(block_ids)
+    counts = None if num_scores is None else num_scores.reshape(-1)
+    operands = [rows, *ranking.maxima(rows, group_max, counts)]
+    operands += [x for x in (counts, block_ids) if x is not None]
 
     def top_k_slots(scores_ref, *refs, **scratch):
         *others, out_ref = refs
         row = jax.lax.axis_index("row")
         maxima = others.pop(0).at[row] if ranking.group else None
+        count = others.pop(0)[row] if counts is not None else None
         ids = others.pop(0).at[row // (num_rows // block_ids.shape[0])] if others else None
-        rank_row(ranking, scores_ref.at[row], maxima, ids, out_ref.at[row], **scratch)
+        rank_row(ranking, scores_ref.at[row], maxima, ids, out_ref.at[row], count, **scratch)
 
     kernel = mosaic_kernel(
         top_k_slots,
@@ -144,6 +152,7 @@ def rank_row(
     maxima: Any,
     ids: Any,
     out: Any,
+    count: jax.Array | None,
     *,
     parts: Any,
     whole: Any,
@@ -153,7 +162,10 @@ def rank_row(
     streamed: Any,
     merged: Any,
 ) -> None:
-    """One thread block's work: the slots of the K highest scores of ``source`` into ``out``."""
+    """One thread block's work: the slots of the K highest scores of ``source`` into ``out``.
+
+    ``count``: of its first so many scores, if it is known.
+    """
     length, k, group = ranking.length, ranking.k, ranking.group
     me = jax.lax.axis_index("warpgroup")
     scratch = warps.at[me]
@@ -166,25 +178,39 @@ def rank_row(
         before = [jnp.where(me > other, count, 0) for other, count in enumerate(counts)]
         return functools.reduce(jnp.add, before), functools.reduce(jnp.add, counts)
 
+    scored = length if count is None else jnp.clip(count, 0, length)
     if group:
         layout = lanes.blocked(ranking.share)
         index = me * ranking.share + lanes.iota(ranking.share, layout)
-        keys = ordered_keys(lanes.gather_row(maxima, index, layout))
-        keys = jnp.where(index < ranking.groups, keys, NEVER)
-        bound = _lower_bound(ranking, keys, whole, shared, scratch)
-        wanted = keys >= bound
-        places, count = lanes.prefix_sum(wanted.astype(jnp.int32), scratch.at[2])
-        before, count = add_up(listed, 1, count)
+        held = ranking.groups if count is None else (scored + group - 1) // group
         groups = whole.at[pl.ds(0, ranking.groups)]
-        lanes.scatter([(groups, index)], before + places, wanted, layout, fence="none")
-        lanes.meet(everyone=True)
-        count = count * group
-        load = _grouped(source, groups, group, count)
-    else:
-        bound, count = jnp.int32(NEVER + 1), jnp.int32(length)
-        load = _direct(source, length)
 
-    tiles = (count + TILE - 1) // TILE
+        def list_all():
+            lanes.scatter([(groups, index)], index, index < held, layout, fence="none")
+            return jnp.int32(NEVER + 1), held
+
+        def list_highest():
+            keys = ordered_keys(lanes.gather_row(maxima, index, layout))
+            keys = jnp.where(index < held, keys, NEVER)
+            bound = _lower_bound(ranking, keys, whole, shared, scratch)
+            wanted = keys >= bound
+            places, listed_here = lanes.prefix_sum(wanted.astype(jnp.int32), scratch.at[2])
+            before, listed_by_all = add_up(listed, 1, listed_here)
+            lanes.scatter([(groups, index)], before + places, wanted, layout, fence="none")
+            return bound, listed_by_all
+
+        if count is None:
+            bound, number = list_highest()
+        else:
+            bound, number = jax.lax.cond(held <= few_groups(group), list_all, list_highest)
+        lanes.meet(everyone=True)
+        to_read = number * group
+        load = _grouped(source, groups, group, to_read, scored)
+    else:
+        bound, to_read = jnp.int32(NEVER + 1), jnp.int32(scored)
+        load = _direct(source, length, scored)
+
+    tiles = (to_read + TILE - 1) // TILE
     first, end = tiles * me // WARPGROUPS, tiles * (me + 1) // WARPGROUPS
     part = _Buffer(parts[0].at[me], parts[1].at[me], scratch, k, ranking.capacity)
     kept = _stream(part, bound, first, end, load)
@@ -261,21 +287,21 @@ def _lower_bound(
     return shared[0]
 
 
-def _direct(source: Any, length: int) -> Load:
-    """A tile of the row itself: keys, NEVER beyond its end, and positions."""
+def _direct(source: Any, length: int, end: Any) -> Load:
+    """A tile of the row itself: keys, NEVER from ``end`` on, and positions."""
     layout = lanes.blocked(TILE)
 
     def load(tile):
         position = tile * TILE + lanes.iota(TILE, layout)
         at = jnp.minimum(position, length - 4 + position % 4)
         values = lanes.gather(source, at, layout, consecutive=4)
-        return jnp.where(position < length, ordered_keys(values), NEVER), position
+        return jnp.where(position < end, ordered_keys(values), NEVER), position
 
     return load
 
 
-def _grouped(source: Any, groups: Any, size: int, count: jax.Array) -> Load:
-    """A tile of the listed groups of scores, ``count`` in all."""
+def _grouped(source: Any, groups: Any, size: int, count: jax.Array, end: Any) -> Load:
+    """A tile of the listed groups of scores, ``count`` in all: keys, NEVER from ``end`` on."""
     layout = lanes.blocked(TILE)
 
     def load(tile):
@@ -286,7 +312,8 @@ def _grouped(source: Any, groups: Any, size: int, count: jax.Array) -> Load:
         # Where none is listed there is still a tile to load, and it must lie inside the row.
         position = group * jnp.where(count > 0, size, 0) + index % size
         values = lanes.gather(source, position, layout, consecutive=4)
-        return jnp.where(index < count, ordered_keys(values), NEVER), position
+        known = (index < count) & (position < end)
+        return jnp.where(known, ordered_keys(values), NEVER), position
 
     return load
 

@@ -77,6 +77,17 @@ def test_top_k_slots_maps_positions_to_slots_of_blocks():
             assert got[b, r].tolist() == expected
 
 
+def test_top_k_slots_of_the_first_scores():
+    scores = np.random.default_rng(0).normal(size=(2, 3, 40)).astype(np.float32)
+    counts = np.array([[40, 7, 0], [41, 24, -1]], np.int32)
+    got = jax.jit(lambda s, n: pallas_kernels.top_k_slots(s, 9, num_scores=n))(scores, counts)
+    for b, r in np.ndindex(2, 3):
+        expected = brute_force.top_k_slots(scores[b, r, : max(counts[b, r], 0)], 9)
+        assert got[b, r].tolist() == expected + [-1] * (9 - len(expected))
+    with pytest.raises(ValueError, match=r"num_scores has shape \[2\]; allowed: \[2, 3\]"):
+        pallas_kernels.top_k_slots(scores, 9, num_scores=counts[:, 0])
+
+
 @pytest.mark.parametrize("slots,block", [(96, 8), (90, 16), (17, 1)])
 def test_select_blocks(slots, block):
     rng = np.random.default_rng(slots)

@@ -16,6 +16,7 @@ from kernel_cases import (
     attention_case,
     mixing_case,
     selection_case,
+    unwritten,
 )
 
 import pallas_kernels
@@ -60,6 +61,26 @@ def test_top_k_slots_of_windows_that_are_partly_full(monkeypatch):
     got = interpret(lambda s: pallas_kernels.top_k_slots(s, k, implementation="mosaic"), rows)
     for row, slots in zip(rows, got, strict=True):
         assert slots.tolist() == brute_force.top_k_slots(row, k)
+
+
+@pytest.mark.parametrize("length", [4096, 32768])
+def test_top_k_slots_of_the_first_scores(length, monkeypatch):
+    """Scores in one buffer, few groups all read, and many of which the highest are searched for."""
+    from pallas_kernels.mosaic import topk
+
+    monkeypatch.setattr(topk, "WARPGROUPS", 1)
+    counts = np.array([length, length - 17, length // 3, 1000, 3, 0], np.int32)
+    rows = np.random.default_rng(0).normal(size=(6, length)).astype(np.float32)
+    scores, group_max = unwritten(rows, counts)
+
+    def call(s, m, n):
+        return pallas_kernels.top_k_slots(
+            s, 100, group_max=m, num_scores=n, implementation="mosaic"
+        )
+
+    for row, n, slots in zip(rows, counts, interpret(call, scores, group_max, counts), strict=True):
+        expected = brute_force.top_k_slots(row[:n], 100)
+        assert slots.tolist() == expected + [-1] * (100 - len(expected))
 
 
 @pytest.mark.parametrize("size", [32, 128])
@@ -135,17 +156,20 @@ def test_top_k_and_observe(monkeypatch):
     ids = np.stack([ascending_blocks(rng, 48, c, 20) for c in (20, 5, 1)])
     N = np.array([768, 500, 10], np.int32)
     scores = rng.normal(size=(3, 320)).astype(np.float32)
+    counts = np.sum(ids >= 0, axis=1) * 16
     scores[np.repeat(ids, 16, 1) < 0] = -np.inf
 
     def call(*x, named="mosaic"):
         return pallas_kernels.top_k_and_observe(
-            x[0], 50, *x[1:], block_size=16, decay=0.25, implementation=named
-        )
+            x[0], 50, *x[1:5], num_scores=None if len(x) < 6 else x[5],
+            block_size=16, decay=0.25, implementation=named,
+        )  # fmt: skip
 
-    arguments = (scores, V, D_rev, ids, N)
-    reference = call(*arguments, named="xla")
-    for mine, expected in zip(interpret(call, *arguments), reference, strict=True):
-        np.testing.assert_allclose(mine, expected, atol=1e-6)
+    reference = call(scores, V, D_rev, ids, N, named="xla")
+    for arguments in ((scores,), (unwritten(scores, counts)[0], counts.astype(np.int32))):
+        got = interpret(call, arguments[0], V, D_rev, ids, N, *arguments[1:])
+        for mine, expected in zip(got, reference, strict=True):
+            np.testing.assert_allclose(mine, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("blocks", ["all", "some"])
@@ -175,6 +199,19 @@ def test_index_scores(blocks, monkeypatch):
     reference = call(*arguments, named="xla")
     for mine, expected in zip(interpret(call, *arguments), reference, strict=True):
         np.testing.assert_allclose(mine, expected, atol=1e-4)
+
+    def call_without_filling(*x):
+        return pallas_kernels.index_scores(
+            *x, block_ids=ids, key_scales=scales, fill=False, implementation="mosaic"
+        )
+
+    written = np.arange(S)[None] < -(-num_slots.max(1)[:, None] // 64) * 64
+    if ids is not None:
+        written = np.repeat(ids >= 0, 64, axis=1)
+    written = np.broadcast_to(written[:, None], reference[0].shape)
+    got = interpret(call_without_filling, *arguments)
+    for mine, expected, known in zip(got, reference, (written, written[..., ::16]), strict=True):
+        np.testing.assert_allclose(mine[known], expected[known], atol=1e-4)
 
 
 @pytest.mark.parametrize("tokens,m,iterations", [((8, 1), 4, 20), ((130,), 2, 3), ((), 8, 1)])

@@ -15,6 +15,7 @@ from kernel_cases import (
     ascending_blocks,
     attention_case,
     mixing_case,
+    unwritten,
 )
 
 import pallas_kernels
@@ -42,15 +43,15 @@ def test_index_scores(dtype, blocks, rows):
     first = np.array([S - rows, 1000, 64, 1, 0])
     num_slots = jnp.asarray(first[:, None] + np.arange(rows), jnp.int32)
     ids = np.stack([ascending_blocks(rng, S // 64, c, C) for c in (C, 30, 5, 1, 0)])
-    got, expected = both(
-        lambda *x, implementation: pallas_kernels.index_scores(
-            *x,
-            block_ids=ids if blocks == "some" else None,
-            key_scales=scales if dtype == "float8_e4m3fn" else None,
-            implementation=implementation,
-        ),
-        q, w, keys, num_slots,
-    )  # fmt: skip
+    ids = ids if blocks == "some" else None
+
+    def call(*x, fill=True, implementation="mosaic"):
+        return pallas_kernels.index_scores(
+            *x, block_ids=ids, key_scales=scales if dtype == "float8_e4m3fn" else None,
+            fill=fill, implementation=implementation,
+        )  # fmt: skip
+
+    got, expected = both(call, q, w, keys, num_slots)
     finite = np.isfinite(expected[0])
     np.testing.assert_array_equal(np.isfinite(got[0]), finite)
     np.testing.assert_array_equal(got[1], np.asarray(got[0]).reshape(B, rows, -1, 16).max(axis=-1))
@@ -58,6 +59,14 @@ def test_index_scores(dtype, blocks, rows):
     error = np.linalg.norm(mine - reference) / np.linalg.norm(reference)
     # Hopper's FP8 matrix units add with about 14 bits; bf16 products are added in float32.
     assert error < (1e-6 if dtype == "bfloat16" else 5e-4)
+
+    written = np.repeat(np.arange(S // 64)[None] * 64 < first[:, None] + rows - 1, 64, axis=1)
+    if ids is not None:
+        written = np.repeat(ids >= 0, 64, axis=1)
+    written = np.broadcast_to(written[:, None], got[0].shape)
+    unfilled = call(q, w, keys, num_slots, fill=False)
+    for mine, filled, known in zip(unfilled, got, (written, written[..., ::16]), strict=True):
+        np.testing.assert_array_equal(np.asarray(mine)[known], np.asarray(filled)[known])
 
 
 def test_scores_that_are_not_numbers_stay_selectable():
@@ -95,6 +104,21 @@ def test_top_k_slots_of_windows_that_are_partly_full(length, k):
     got, expected = both(
         lambda s, implementation: pallas_kernels.top_k_slots(s, k, implementation=implementation),
         scores,
+    )
+    np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("length,k", [(8192, 512), (131072, 512), (524288, 1024)])
+def test_top_k_slots_of_the_first_scores(length, k):
+    rng = np.random.default_rng(length)
+    counts = [length, length - 17, length // 3, length // 9, 8193, 8192, 2048, 100, 1, 0]
+    scores = rng.normal(size=(10, length)).astype(np.float32)
+    arguments = *unwritten(scores, counts), np.array(counts, np.int32)
+    got, expected = both(
+        lambda s, m, n, implementation: pallas_kernels.top_k_slots(
+            s, k, group_max=m, num_scores=n, implementation=implementation
+        ),
+        *arguments,
     )
     np.testing.assert_array_equal(got, expected)
 
@@ -201,9 +225,16 @@ def test_top_k_and_observe(batch):
         ),
         scores, V, D_rev, ids, N,
     )  # fmt: skip
-    np.testing.assert_array_equal(got[0], expected[0])
-    for mine, reference in zip(got[1:], expected[1:], strict=True):
-        np.testing.assert_allclose(mine, reference, atol=1e-6)
+    counts = (np.sum(ids >= 0, axis=1) * 64).astype(np.int32)
+    scores, group_max = unwritten(scores, counts)
+    of_first = pallas_kernels.top_k_and_observe(
+        scores, K, V, D_rev, ids, N, group_max=group_max, num_scores=counts,
+        block_size=64, decay=0.25, implementation="mosaic",
+    )  # fmt: skip
+    for result in (got, of_first):
+        np.testing.assert_array_equal(result[0], expected[0])
+        for mine, reference in zip(result[1:], expected[1:], strict=True):
+            np.testing.assert_allclose(mine, reference, atol=1e-6)
 
 
 def test_a_donated_state_is_not_copied():
