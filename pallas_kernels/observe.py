@@ -39,7 +39,8 @@ def top_k_and_observe(
         block_size: Slots a block.
         decay: The weight of the old value.
         group_max: The maximum of every 16 scores, if known; G = ceil(M / 16).
-        num_scores: See ``top_k_slots``; those of the blocks that are not -1, if not None.
+        num_scores: Exactly how many scores the blocks that are not -1 have; see ``top_k_slots``.
+            Needed where ``index_scores`` did not fill the others.
         implementation: "mosaic", "xla", or None to choose by platform, version and shape.
 
     Raises:

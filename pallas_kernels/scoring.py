@@ -37,16 +37,16 @@ def index_scores(
         block_ids: Blocks to score, ascending, padded with -1; None scores all ceil(S / block_size).
         block_size: Slots a block.
         key_scales: Positive float32 scale of each slot of FP8 keys.
-        fill: Whether all places are written. Without, the scores and maxima of -1 blocks, and where
-            there are no ids of the blocks that no row sees, are arbitrary, and cost nothing: for
-            top-K that is told ``num_scores``, and the update, which passes over them.
+        fill: Whether everything is written. Without, what belongs to -1 blocks, or where there are
+            no ids to 64 slots that no row sees, is arbitrary and costs nothing: for top-K that is
+            told ``num_scores``, and the update, which passes over it.
         implementation: "mosaic", "xla", or None to choose by platform, version and shape.
 
     Returns:
         Float32 scores in the order of ``block_ids``, M = C * block_size, and the maximum of every
         16 of them, G = ceil(M / 16), by which top-K leaves most of them unread. Minus infinity
-        where a slot is not visible to the row, beyond S, or in a -1 block, unless ``fill`` is
-        false; a visible slot whose score is NaN or minus infinity has the lowest finite float32.
+        where a slot is not visible to the row, beyond S, or in a -1 block (see ``fill``); a visible
+        slot whose score is NaN or minus infinity has the lowest finite float32.
 
     Raises:
         ValueError: a named implementation cannot run.

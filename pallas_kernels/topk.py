@@ -40,9 +40,9 @@ def top_k_slots(
         group_max: The maximum of every 16 scores but NaN, G = ceil(M / 16), as ``index_scores``
             returns it, if known: the K-th highest maximum bounds the K-th highest score, so that
             the kernel need not read groups that hold none of the K highest.
-        num_scores: How many scores of each row there are, [B] or [B, R]: whatever stands beyond
-            them is not ranked, and the time does not depend on how much that is. The maximum of a
-            group that ends beyond is of what there is. None: M.
+        num_scores: How many scores each row has, [B] or [B, R], M if None: whatever stands beyond
+            them, and in maxima that reach beyond them, is not ranked. Few of many cost little more
+            than as few alone.
         implementation: "mosaic", "xla", or None to choose by platform, version and shape.
 
     Returns:

@@ -82,10 +82,10 @@ def stage_rows(args, batch: int, slots: int, fp8: bool, sparsity: float):
     for impl in ("mosaic",) if fp8 else ("mosaic", "xla"):
         stage = stages(impl, args.top_k, m)
         score = lambda x, ids, stage=stage: stage.score(*x.layers, x.num_slots, ids)  # noqa: E731
-        ids, count = None, x.num_slots // BLOCK
+        ids, count, num_scores = None, None, x.num_slots
         if sparsity:
             [ids], [count] = jax.jit(stage.select)(V, D_rev, x)
-        num_scores = count * BLOCK
+            num_scores = count * BLOCK
         scores, group_max = jax.jit(score)(x, ids)
         rows.append(label("score", impl, us=timer(score, x, ids)))
         if not fp8:  # the other stages do not see the keys

@@ -61,7 +61,7 @@ class Observation(NamedTuple):
     """The state that the selection returned: V and D unchanged, unless ``scores`` is None."""
     selection: BlockSelection
     scores: Float[Array, "B T C*b"] | None
-    """None where they have been remembered already."""
+    """None where they have been remembered already; arbitrary at the selection's padding."""
     num_slots: Int32[Array, "B T"]
     misses: Float[Array, "B T"] | None
 

@@ -45,9 +45,7 @@ def top_k_and_observe_mosaic(
     thread_blocks = MULTIPROCESSORS * (2 if two else 1)
     updaters = max(thread_blocks - batch, MULTIPROCESSORS // 2)
     updaters = min(-(-tiles // WARPGROUPS), updaters)
-    # As many warpgroups for each request, so that one whose scores end early costs little.
-    team = max(1, updaters * WARPGROUPS // batch)
-    teams = updaters * WARPGROUPS // team
+    strides = updaters * WARPGROUPS
     counts = jnp.full(batch, length, jnp.int32) if num_scores is None else num_scores
     maxima = ranking.maxima(scores, group_max, num_scores)
 
@@ -64,18 +62,14 @@ def top_k_and_observe_mosaic(
 
         @pl.when(worker >= batch)
         def _():
-            updater = (worker - batch) * WARPGROUPS + jax.lax.axis_index("warpgroup")
-            own_team, member = jnp.divmod(updater, team)
+            first = (worker - batch) * WARPGROUPS + jax.lax.axis_index("warpgroup")
 
-            @pl.loop(0, (batch - own_team + teams - 1) // teams)
+            @pl.loop(0, (tiles - first + strides - 1) // strides)
             def _(turn):
-                row = own_team + turn * teams
+                row, tile = jnp.divmod(first + turn * strides, update.tiles)
                 tables = [ref.at[row] for ref in (V_ref, D_ref, scores_ref, ids_ref)]
-                tiles = (jnp.clip(counts_ref[row], 0, length) + TILE - 1) // TILE
-
-                @pl.loop(0, (tiles - member + team - 1) // team)
-                def _(turn):
-                    update.run(*tables, num_ref[row], member + turn * team)
+                live = tile * TILE < counts_ref[row]
+                pl.when(live)(lambda: update.run(*tables, num_ref[row], tile))
 
     new_V, new_D = jax.new_ref(V), jax.new_ref(D_rev)
     kernel = mosaic_kernel(

@@ -27,7 +27,7 @@ RING_BYTES = 32 * 1024
 THREAD_BLOCKS = 4 * 132
 """As many are resident at once on an H100 or H200."""
 LONGEST_RUN = 16
-"""Places that a thread block takes, while ``MOST_THREAD_BLOCKS`` suffice."""
+"""At most so many places a thread block, while ``MOST_THREAD_BLOCKS`` suffice."""
 MOST_THREAD_BLOCKS = 8 * THREAD_BLOCKS
 """More would take longer to start than to find that there is nothing to do."""
 
@@ -116,9 +116,10 @@ def _score(
             block = lanes.gather(ids_ref.at[request], at, layout)
             listed = (index < places) & (block >= 0)
             live = listed & (block * BLOCK < end)
-            both = live.astype(jnp.int32) + (listed.astype(jnp.int32) << 16)
-            both = lanes.reduce("add", both, layout, warps)
-            return both & 0xFFFF, both >> 16
+            # One sum for the two: each is at most 128.
+            packed = live.astype(jnp.int32) + (listed.astype(jnp.int32) << 16)
+            packed = lanes.reduce("add", packed, layout, warps)
+            return packed & 0xFFFF, packed >> 16
 
         def score(live):
             @pl.loop(0, jnp.minimum(stages, live))
@@ -169,8 +170,8 @@ def _score(
         start, end = block_at(first), functools.reduce(jnp.maximum, limits)
         alive = (start >= 0) & (start * BLOCK < end)
         pl.when(alive)(fetch_queries)
-        nothing = jnp.int32(0), jnp.int32(0)
-        live, written = jax.lax.cond(start >= 0, lambda: count_places(end), lambda: nothing)
+        none = jnp.int32(0), jnp.int32(0)
+        live, written = jax.lax.cond(start >= 0, lambda: count_places(end), lambda: none)
         pl.when(live > 0)(lambda: score(live))
 
         @pl.loop(live, places if fill else written)

@@ -78,10 +78,7 @@ class Ranking:
         if group_max is None:
             rows = first_scores(rows, counts)
             return [group_maxima(jnp.where(rows > -jnp.inf, rows, -jnp.inf), self.group)]
-        group_max = group_max.reshape(rows.shape[0], -1)
-        if counts is not None and self.group > GROUP:
-            group_max = first_scores(group_max, (counts + GROUP - 1) // GROUP)
-        return [group_maxima(group_max, self.group // GROUP)]
+        return [group_maxima(group_max.reshape(rows.shape[0], -1), self.group // GROUP)]
 
     @property
     def whole(self) -> int:
@@ -164,7 +161,7 @@ def rank_row(
 ) -> None:
     """One thread block's work: the slots of the K highest scores of ``source`` into ``out``.
 
-    ``count``: of its first so many scores, if it is known.
+    ``count`` is how many scores there are; all of the row if None.
     """
     length, k, group = ranking.length, ranking.k, ranking.group
     me = jax.lax.axis_index("warpgroup")
@@ -182,6 +179,8 @@ def rank_row(
     if group:
         layout = lanes.blocked(ranking.share)
         index = me * ranking.share + lanes.iota(ranking.share, layout)
+        # The maximum of a group that ends beyond the scores says nothing: it is always read.
+        whole_groups = ranking.groups if count is None else scored // group
         held = ranking.groups if count is None else (scored + group - 1) // group
         groups = whole.at[pl.ds(0, ranking.groups)]
 
@@ -191,9 +190,11 @@ def rank_row(
 
         def list_highest():
             keys = ordered_keys(lanes.gather_row(maxima, index, layout))
-            keys = jnp.where(index < held, keys, NEVER)
+            keys = jnp.where(index < whole_groups, keys, NEVER)
             bound = _lower_bound(ranking, keys, whole, shared, scratch)
             wanted = keys >= bound
+            if count is not None:
+                wanted |= (index >= whole_groups) & (index < held)
             places, listed_here = lanes.prefix_sum(wanted.astype(jnp.int32), scratch.at[2])
             before, listed_by_all = add_up(listed, 1, listed_here)
             lanes.scatter([(groups, index)], before + places, wanted, layout, fence="none")

@@ -47,8 +47,7 @@ def unwritten(scores, counts):
     held = place < np.asarray(counts)[..., None]
     some = np.where(place % 3, np.inf, np.nan).astype(np.float32)
     groups = np.where(held, scores, -np.inf).reshape(*scores.shape[:-1], -1, 16).max(-1)
-    empty = ~held[..., ::16]
-    return np.where(held, scores, some), np.where(empty, some[::16], groups)
+    return np.where(held, scores, some), np.where(held[..., 15::16], groups, some[::16])
 
 
 def ascending_blocks(rng, num_blocks, count, capacity):

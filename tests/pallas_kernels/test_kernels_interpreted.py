@@ -172,12 +172,13 @@ def test_top_k_and_observe(monkeypatch):
             np.testing.assert_allclose(mine, expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("blocks", ["all", "some"])
-def test_index_scores(blocks, monkeypatch):
+@pytest.mark.parametrize("blocks,thread_blocks", [("all", 99), ("some", 99), ("some", 2)])
+def test_index_scores(blocks, thread_blocks, monkeypatch):
     from pallas_kernels.mosaic import scoring
 
     monkeypatch.setattr(scoring, "RING_BYTES", 3 * 64 * 128)
     monkeypatch.setattr(scoring, "LONGEST_RUN", 5)
+    monkeypatch.setattr(scoring, "MOST_THREAD_BLOCKS", thread_blocks)
     rng = np.random.default_rng(0)
     B, R, n, x, S = 3, 2, 8, 64, 448
     q, keys = rng.normal(size=(B, R, n, x)), rng.normal(size=(B, S, x))

@@ -43,8 +43,9 @@ def kernels(text):
 def test_index_scores(dtype, blocks, rows):
     def call(q, w, keys, num_slots, ids, scales):
         return pallas_kernels.index_scores(
-            q, w, keys, num_slots, block_ids=ids, key_scales=scales, implementation="mosaic"
-        )
+            q, w, keys, num_slots, block_ids=ids, key_scales=scales, fill=rows > 1,
+            implementation="mosaic",
+        )  # fmt: skip
 
     text = lower(
         call, struct(dtype, B, rows, 64, 128), struct(f32, B, rows, 64), struct(dtype, B, S, 128),
@@ -56,14 +57,16 @@ def test_index_scores(dtype, blocks, rows):
 
 @pytest.mark.parametrize("k,blocks", [(512, C), (512, 2 * C), (2048, 4096), (512, 128)])
 def test_top_k_slots(k, blocks):
-    def call(scores, ids, group_max):
+    def call(scores, ids, group_max, num_scores):
         return pallas_kernels.top_k_slots(
-            scores, k, block_ids=ids, group_max=group_max, implementation="mosaic"
-        )
+            scores, k, block_ids=ids, group_max=group_max, num_scores=num_scores,
+            implementation="mosaic",
+        )  # fmt: skip
 
     maxima = struct(f32, B, blocks * 4)
-    text = lower(call, struct(f32, B, blocks * 64), struct(i32, B, blocks), maxima)
-    assert kernels(text) == 1
+    for counts in (None, struct(i32, B)):
+        text = lower(call, struct(f32, B, blocks * 64), struct(i32, B, blocks), maxima, counts)
+        assert kernels(text) == 1
 
 
 def mix(product, square, scale, base):

@@ -207,7 +207,7 @@ def test_ema_scatter(dtype):
         np.testing.assert_array_equal(mine, reference)
 
 
-@pytest.mark.parametrize("batch", [1, 40])
+@pytest.mark.parametrize("batch", [1, 40, 96, 300])
 def test_top_k_and_observe(batch):
     rng = np.random.default_rng(batch)
     S, C, K = 32768, 300, 200
@@ -215,6 +215,7 @@ def test_top_k_and_observe(batch):
     ids = np.stack(
         [ascending_blocks(rng, S // 64, rng.integers(1, C + 1), C) for _ in range(batch)]
     )
+    ids[-1] = -1
     N = rng.integers(1, S + 1, batch).astype(np.int32)
     scores = rng.normal(size=(batch, C * 64)).astype(np.float32)
     slots = np.repeat(ids, 64, 1) * 64 + np.tile(np.arange(64), C)

@@ -1,5 +1,6 @@
 """SPIN inside the model's decode loop."""
 
+import dataclasses
 import re
 
 import jax
@@ -13,7 +14,8 @@ from models.generate import Session
 from models.model import forward
 from models.params import init_params
 from models.presets import shrink, tiny_config
-from models.selector import IndexKeys, IndexQuery
+from models.selector import ALL_KEEP, IndexKeys, IndexQuery
+from pallas_kernels import index_scores
 from spin_jax import SpinConfig, SpinSelector, block_budget, recorded_miss, savings
 
 CFG = shrink(tiny_config(), layers=3)
@@ -312,3 +314,54 @@ def test_states_and_keys_that_do_not_fit_are_named():
         selector.select(query, keys, jnp.ones((2, 1), jnp.int32), state, top_k=4)
     with pytest.raises(ValueError, match="staleness_epsilon is inf"):
         SpinConfig(policy="staleness", staleness_epsilon=float("inf"))
+
+
+def scores_with_garbage(*arguments, fill=True, block_ids=None, block_size=64, **more):
+    """As the kernel may leave them: anything where it writes nothing."""
+    results = index_scores(*arguments, block_ids=block_ids, block_size=block_size, **more)
+    if fill:
+        return results
+    place = np.arange(results[0].shape[2])
+    if block_ids is None:
+        unwritten = place >= -(-np.max(np.asarray(arguments[3]), axis=1)[:, None] // 64) * 64
+    else:
+        unwritten = np.repeat(np.asarray(block_ids) < 0, block_size, axis=1)
+    garbage = np.where(place % 3, np.inf, np.nan).astype(np.float32)
+    unwritten, garbage = unwritten[:, None], garbage[None, None]
+    scores = jnp.where(unwritten, garbage, results[0])
+    return scores, jnp.where(unwritten[..., ::16], garbage[..., ::16], results[1])
+
+
+@pytest.mark.parametrize("rows,at_once", [(1, True), (1, False), (3, True)])
+@pytest.mark.parametrize("selector", [ALL_KEEP, SpinSelector(SpinConfig(sparsity=0.6))])
+def test_what_scoring_leaves_unwritten_is_never_read(selector, rows, at_once, monkeypatch):
+    B, S, K = 3, 1024, 40
+    rng = np.random.default_rng(0)
+    keys = IndexKeys(jnp.asarray(rng.normal(size=(B, S, 8)), jnp.float32))
+    steps = [
+        IndexQuery(jnp.asarray(rng.normal(size=(B, rows, 2, 8)), jnp.float32),
+                   jnp.asarray(rng.normal(size=(B, rows, 2)), jnp.float32))
+        for _ in range(3)
+    ]  # fmt: skip
+
+    def run():
+        [state] = selector.init(1, S, jax.random.split(jax.random.key(0), B))
+        results = []
+        for i, query in enumerate(steps):
+            seen = jnp.array([[S - 9 + i], [200 + i], [0]]) + jnp.arange(rows)[None] // 2
+            used = selector.for_step(first=not i)
+            if isinstance(used, SpinSelector):
+                used = dataclasses.replace(used, at_once=at_once)
+            [prepared] = used.prepare((state,), seen, top_k=K)
+            slots, observation = used.select(query, keys, seen, prepared, top_k=K)
+            state = used.commit(state, observation, jnp.array([1, rows, 1]))
+            results.append(slots)
+        return jax.tree.leaves((results, state))
+
+    expected = run()
+    for module in ("models.selector", "spin_jax.selector"):
+        monkeypatch.setattr(f"{module}.index_scores", scores_with_garbage)
+    for mine, theirs in zip(run(), expected, strict=True):
+        if jnp.issubdtype(mine.dtype, jax.dtypes.prng_key):
+            mine, theirs = jax.random.key_data(mine), jax.random.key_data(theirs)
+        np.testing.assert_array_equal(mine, theirs)
