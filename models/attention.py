@@ -7,6 +7,7 @@ Source: the spec's "Attention" and "Compressed slots, exactly".
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -41,7 +42,7 @@ from models.layers import (
 from models.quant_sim import quantise_fp8, simulate_fp4, simulate_fp8
 from models.selector import IndexKeys, IndexQuery, Selector
 from pallas_kernels import sparse_attention
-from pallas_kernels.compat import runs_on_gpu
+from pallas_kernels.compat import compiled_once, runs_on_gpu
 
 
 class StepPlan(NamedTuple):
@@ -136,7 +137,9 @@ def attention(
 ) -> Attended:
     """Attention of one layer over window and compressed slots, and its cache extended."""
     token_rotation = plan.rotations[bool(ratio), cfg.head_dim]
+    once = partial(compiled_once, calls=cfg.num_hidden_layers)
     qr, q, kv = project_in(p, x, token_rotation, cfg)
+    qr = once(qr)
     kv = _kv_grid(kv, cfg)
     window, history = extend_ring(cache.window, kv, plan.window)
     cache = cache.replace(window=window)
@@ -182,11 +185,12 @@ def attention(
                 groups.append(_Group(compressed, visible))
             else:
                 groups.append(_Group(take_rows(compressed, jnp.maximum(slots, 0)), slots >= 0))
-        o = _attend_on_cpu(q, groups, p["attn_sink"])
-    out = project_out(p, o, token_rotation, cfg, x.dtype)
+        o = once(_attend_on_cpu(q, groups, p["attn_sink"]))
+    out = once(project_out(p, o, token_rotation, cfg, x.dtype))
     return Attended(out, cache, observation, slots, query)
 
 
+@partial(jax.jit, static_argnames=("cfg",))
 def project_in(
     p: Any, x: Float[Array, "B T D"], rotation: Rotation, cfg: ModelConfig
 ) -> tuple[Float[Array, "B T q"], Float[Array, "B T H d"], Float[Array, "B T d"]]:
@@ -198,6 +202,7 @@ def project_in(
     return qr, q, apply_rope(kv, rotation)
 
 
+@partial(jax.jit, static_argnames=("cfg", "dtype"))
 def project_out(
     p: Any, o: Float[Array, "B T H d"], rotation: Rotation, cfg: ModelConfig, dtype: Any
 ) -> Float[Array, "B T D"]:
@@ -267,6 +272,7 @@ class _Group(NamedTuple):
         return "bmd" if self.rows.ndim == 3 else "btmd"
 
 
+@jax.jit
 def _attend_on_cpu(
     q: Float[Array, "B T H d"], groups: list[_Group], sink: Float[Array, "H"]
 ) -> Float[Array, "B T H d"]:

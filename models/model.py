@@ -15,10 +15,11 @@ from jaxtyping import Array, Float, Int32
 from models.attention import StepPlan, attention, plan_step
 from models.cache import Cache, LayerCache, Step
 from models.config import CSA, ModelConfig
-from models.hyper import head_read, mixing, read_streams, write_streams
+from models.hyper import Mixing, head_read, mixing, read_streams, write_streams
 from models.layers import F32, embed, linear, rms_norm
 from models.moe import moe
 from models.selector import ALL_KEEP, IndexQuery, Selector
+from pallas_kernels.compat import compiled_once
 
 
 class LayerTrace(NamedTuple):
@@ -174,11 +175,11 @@ def block(
     selector_state: Any,
 ) -> tuple[Float[Array, "B T m D"], LayerCache, Any, LayerTrace]:
     """One transformer block: attention, then the mixture of experts, each through the streams."""
-    mix = mixing(p["hc_attn"], streams, cfg)
-    x = rms_norm(read_streams(streams, mix.pre), p["attn_norm"], cfg.rms_norm_eps)
+    once = partial(compiled_once, calls=cfg.num_hidden_layers)
+    x, mix = _read(p["hc_attn"], p["attn_norm"], streams, cfg)
     attended = attention(
         p["attn"],
-        x,
+        once(x),
         cache,
         plan,
         ratio,
@@ -187,11 +188,27 @@ def block(
         selector_state,
     )
     streams = write_streams(streams, attended.out, mix)
-    mix = mixing(p["hc_ffn"], streams, cfg)
-    x = rms_norm(read_streams(streams, mix.pre), p["ffn_norm"], cfg.rms_norm_eps)
-    streams = write_streams(streams, moe(p["ffn"], x, tokens, cfg), mix)
+    own = {name: p[name] for name in ("hc_ffn", "ffn_norm", "ffn")}
+    streams = once(_feed_forward(own, streams, tokens, cfg))
     traced = LayerTrace(streams, attended.slots, attended.query)
     return streams, attended.cache, attended.observation, traced
+
+
+@partial(jax.jit, static_argnames=("cfg",))
+def _read(
+    hc: Any, norm: Float[Array, "D"], streams: Float[Array, "B T m D"], cfg: ModelConfig
+) -> tuple[Float[Array, "B T D"], Mixing]:
+    """What a sublayer reads, and how it will write."""
+    mix = mixing(hc, streams, cfg)
+    return rms_norm(read_streams(streams, mix.pre), norm, cfg.rms_norm_eps), mix
+
+
+@partial(jax.jit, static_argnames=("cfg",))
+def _feed_forward(
+    p: Any, streams: Float[Array, "B T m D"], tokens: Int32[Array, "B T"], cfg: ModelConfig
+) -> Float[Array, "B T m D"]:
+    x, mix = _read(p["hc_ffn"], p["ffn_norm"], streams, cfg)
+    return write_streams(streams, moe(p["ffn"], x, tokens, cfg), mix)
 
 
 def _head(
