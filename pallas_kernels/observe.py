@@ -21,7 +21,7 @@ def top_k_and_observe(
     block_size: int,
     decay: float,
     group_max: Float[Array, "B G"] | None = None,
-    num_scores: Int32[Array, " B"] | None = None,
+    num_blocks: Int32[Array, " B"] | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Int32[Array, "B K"], Float[Array, "B S"], Float[Array, "B S"]]:
     """``top_k_slots`` and ``ema_scatter`` of the same scores: slots, V and D_rev.
@@ -39,8 +39,8 @@ def top_k_and_observe(
         block_size: Slots a block.
         decay: The weight of the old value.
         group_max: The maximum of every 16 scores, if known; G = ceil(M / 16).
-        num_scores: Exactly how many scores the blocks that are not -1 have; see ``top_k_slots``.
-            Needed where ``index_scores`` did not fill the others.
+        num_blocks: Exactly how many of ``block_ids`` are not -1, if known; needed where
+            ``index_scores`` did not fill the places of the others.
         implementation: "mosaic", "xla", or None to choose by platform, version and shape.
 
     Raises:
@@ -48,7 +48,7 @@ def top_k_and_observe(
 
     Source: paper, Algorithm 1 steps 7 and 8.
     """
-    check_ranking(scores, k, block_ids, block_size, group_max, num_scores)
+    check_ranking(scores, k, block_ids, block_size, group_max, num_blocks)
     if not V.shape == D_rev.shape == (scores.shape[0], V.shape[-1]):
         raise ValueError(
             f"V has shape {list(V.shape)} and D_rev {list(D_rev.shape)}; allowed: a row for each "
@@ -59,11 +59,11 @@ def top_k_and_observe(
         from pallas_kernels.mosaic.observe import top_k_and_observe_mosaic
 
         return top_k_and_observe_mosaic(
-            scores, k, V, D_rev, block_ids, num_slots, block_size, decay, group_max, num_scores
+            scores, k, V, D_rev, block_ids, num_slots, block_size, decay, group_max, num_blocks
         )
     chosen = top_k_slots(
         scores, k, block_ids=block_ids, block_size=block_size, group_max=group_max,
-        num_scores=num_scores, implementation=implementation,
+        num_blocks=num_blocks, implementation=implementation,
     )  # fmt: skip
     update: tuple[jax.Array, jax.Array] = ema_scatter(
         V, D_rev, scores, block_ids, num_slots, block_size=block_size, decay=decay,

@@ -39,7 +39,7 @@ def index_scores(
         key_scales: Positive float32 scale of each slot of FP8 keys.
         fill: Whether everything is written. Without, what belongs to -1 blocks, or where there are
             no ids to 64 slots that no row sees, is arbitrary and costs nothing: for top-K that is
-            told ``num_scores``, and the update, which passes over it.
+            told how many there are, and the update, which passes over it.
         implementation: "mosaic", "xla", or None to choose by platform, version and shape.
 
     Returns:

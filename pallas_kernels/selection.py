@@ -72,7 +72,7 @@ def select_blocks_of_layers(
     block_size: int,
     capacity: int,
     implementation: Implementation | None = None,
-) -> tuple[list[Int32[Array, "B C"]], Int32[Array, "L B"]]:
+) -> tuple[list[Int32[Array, "B C"]], list[Int32[Array, " B"]]]:
     """``select_blocks`` of L layers, whose arrays lie apart, in as many launches as one layer's.
 
     Raises:
@@ -102,7 +102,7 @@ def select_blocks_of_layers(
         )
         for i in range(len(V))
     ]
-    return [ids for ids, _ in chosen], jnp.stack([count for _, count in chosen])
+    return [ids for ids, _ in chosen], [count for _, count in chosen]
 
 
 def _unsupported(V: jax.Array, block_size: int) -> str | None:

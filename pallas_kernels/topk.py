@@ -27,6 +27,7 @@ def top_k_slots(
     block_size: int = 64,
     group_max: Float[Array, "... G"] | None = None,
     num_scores: Int32[Array, "..."] | None = None,
+    num_blocks: Int32[Array, " B"] | None = None,
     implementation: Implementation | None = None,
 ) -> Int32[Array, "... K"]:
     """``TopK(s, min(k, M))``: the slots of the highest scores, ties to the lowest, ascending.
@@ -43,6 +44,7 @@ def top_k_slots(
         num_scores: How many scores each row has, [B] or [B, R], M if None: whatever stands beyond
             them, and in maxima that reach beyond them, is not ranked. Few of many cost little more
             than as few alone.
+        num_blocks: The same where there are ``block_ids``: how many of them are not -1.
         implementation: "mosaic", "xla", or None to choose by platform, version and shape.
 
     Returns:
@@ -53,8 +55,11 @@ def top_k_slots(
 
     Source: paper, Algorithm 1 step 7.
     """
-    check_ranking(scores, k, block_ids, block_size, group_max, num_scores)
-    arguments = (scores, k, block_ids, block_size, group_max, num_scores)
+    counts = num_scores if block_ids is None else num_blocks
+    if counts is None and (num_scores is not None or num_blocks is not None):
+        raise ValueError("num_scores goes without block_ids, and num_blocks with them")
+    check_ranking(scores, k, block_ids, block_size, group_max, counts)
+    arguments = (scores, k, block_ids, block_size, group_max, counts)
     if choose("top_k_slots", implementation, unsupported(scores, k)) == "mosaic":
         from pallas_kernels.mosaic.topk import top_k_slots_mosaic
 
@@ -68,7 +73,7 @@ def check_ranking(
     block_ids: jax.Array | None,
     block_size: int,
     group_max: jax.Array | None,
-    num_scores: jax.Array | None,
+    counts: jax.Array | None,
 ) -> None:
     """Raises ``ValueError`` unless what describes the scores fits them."""
     if isinstance(k, bool) or not isinstance(k, Integral) or k < 1:
@@ -80,10 +85,11 @@ def check_ranking(
             f"group_max has shape {list(group_max.shape)}; allowed: {list(groups)}, the maximum of "
             f"every {GROUP} scores, or None"
         )
-    if num_scores is not None and num_scores.shape != tuple(leading):
+    allowed = scores.shape[:1] if block_ids is not None else tuple(leading)
+    if counts is not None and counts.shape != allowed:
+        name = "num_scores" if block_ids is None else "num_blocks"
         raise ValueError(
-            f"num_scores has shape {list(num_scores.shape)}; allowed: {leading}, a count for each "
-            f"row of scores, or None"
+            f"{name} has shape {list(counts.shape)}; allowed: {list(allowed)}, or None"
         )
     if block_ids is None:
         return
@@ -125,13 +131,13 @@ def few_groups(size: int) -> int:
 
 
 def first_scores(
-    scores: Float[Array, "... M"], num_scores: Int32[Array, "..."] | None
+    scores: Float[Array, "... M"], counts: Int32[Array, "#..."] | None
 ) -> Float[Array, "... M"]:
-    """The first ``num_scores`` of each row, then minus infinity."""
-    if num_scores is None:
+    """The first so many of each row, then minus infinity."""
+    if counts is None:
         return scores
     place = jax.lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
-    return jnp.where(place < num_scores[..., None], scores, -jnp.inf)
+    return jnp.where(place < counts[..., None], scores, -jnp.inf)
 
 
 def top_k_slots_reference(
@@ -140,12 +146,14 @@ def top_k_slots_reference(
     block_ids: jax.Array | None,
     block_size: int,
     group_max: jax.Array | None,
-    num_scores: jax.Array | None,
+    counts: jax.Array | None,
 ) -> jax.Array:
     """The same in plain ``jnp``, for any shape."""
     del group_max
     *_, length = scores.shape
-    scores = first_scores(scores, num_scores)
+    if counts is not None and block_ids is not None:
+        counts = counts.reshape(-1, *(1,) * (scores.ndim - 2)) * block_size
+    scores = first_scores(scores, counts)
     values = ordered_floats(scores)
     if k < length:
         # In floats: XLA's CPU backend sorts integers in full, 40 times slower at 32,768 scores.

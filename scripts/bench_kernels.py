@@ -63,9 +63,7 @@ def check_stages(args, x: Inputs, V, D_rev, ids, count, scores, group_max) -> di
         named[impl] = (
             jnp.sort(jax.jit(stage.top_k)(scores, None, group_max, x.num_slots), axis=-1),
             *jax.tree.leaves(jax.jit(stage.select)(V, D_rev, x)),
-            *jax.jit(stage.both)(
-                *V, *D_rev, some_scores, ids, x.num_slots, some_max, count * BLOCK
-            ),
+            *jax.jit(stage.both)(*V, *D_rev, some_scores, ids, x.num_slots, some_max, count),
         )
     same = [bool(jnp.allclose(a, b, atol=1e-6)) for a, b in zip(*named.values(), strict=True)]
     if not (float(error) < 1e-3 and all(same)):
@@ -82,16 +80,13 @@ def stage_rows(args, batch: int, slots: int, fp8: bool, sparsity: float):
     for impl in ("mosaic",) if fp8 else ("mosaic", "xla"):
         stage = stages(impl, args.top_k, m)
         score = lambda x, ids, stage=stage: stage.score(*x.layers, x.num_slots, ids)  # noqa: E731
-        ids, count, num_scores = None, None, x.num_slots
+        [ids], [count] = [None], [x.num_slots]
         if sparsity:
             [ids], [count] = jax.jit(stage.select)(V, D_rev, x)
-            num_scores = count * BLOCK
         scores, group_max = jax.jit(score)(x, ids)
         rows.append(label("score", impl, us=timer(score, x, ids)))
         if not fp8:  # the other stages do not see the keys
-            rows.append(
-                label("top_k", impl, us=timer(stage.top_k, scores, ids, group_max, num_scores))
-            )
+            rows.append(label("top_k", impl, us=timer(stage.top_k, scores, ids, group_max, count)))
         if sparsity and not fp8:
             rows.append(label("select", impl, us=timer(stage.select, V, D_rev, x)))
             # The profiled call keeps its operands, so it copies V and D first: not the kernel's.
@@ -99,7 +94,7 @@ def stage_rows(args, batch: int, slots: int, fp8: bool, sparsity: float):
             us = timer(stage.ema, *V, *D_rev, scores, ids, x.num_slots)
             rows.append(label("ema", impl, us=us - copies))
             if impl == "mosaic":
-                us = timer(stage.both, *V, *D_rev, scores, ids, x.num_slots, group_max, num_scores)
+                us = timer(stage.both, *V, *D_rev, scores, ids, x.num_slots, group_max, count)
                 rows.append(label("top_k+ema", impl, us=us - copies))
         if sparsity and impl == "mosaic":
             full = jax.jit(score)(x, None)

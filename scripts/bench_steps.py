@@ -94,7 +94,7 @@ class Stages(NamedTuple):
 def stages(impl: Any, k: int, capacity: int) -> Stages:
     """All layers' selection, and one layer's other stages.
 
-    ``num_scores`` is how many scores of each request there are; XLA's are all written.
+    ``count`` is how many scores, or blocks, of each request there are; XLA's are all written.
     """
 
     def select(V, D_rev, x):
@@ -110,13 +110,13 @@ def stages(impl: Any, k: int, capacity: int) -> Stages:
             fill=False, implementation=impl,
         )  # fmt: skip
 
-    def top_k(scores, ids, group_max, num_scores):
+    def top_k(scores, ids, group_max, count):
         if impl == "xla":
             return xla_top_k(scores[:, 0], ids, k)
+        number = {"num_scores" if ids is None else "num_blocks": count}
         return ops.top_k_slots(
-            scores[:, 0], k, block_ids=ids, group_max=group_max[:, 0], num_scores=num_scores,
-            implementation=impl,
-        )  # fmt: skip
+            scores[:, 0], k, block_ids=ids, group_max=group_max[:, 0], implementation=impl, **number
+        )
 
     def ema(V, D_rev, scores, ids, num_slots):
         return ops.ema_scatter(
@@ -124,10 +124,10 @@ def stages(impl: Any, k: int, capacity: int) -> Stages:
             block_size=BLOCK, decay=DECAY, implementation=impl,
         )  # fmt: skip
 
-    def both(V, D_rev, scores, ids, num_slots, group_max, num_scores):
+    def both(V, D_rev, scores, ids, num_slots, group_max, count):
         return ops.top_k_and_observe(
             scores[:, 0], k, V, D_rev, ids, num_slots, group_max=group_max[:, 0],
-            num_scores=num_scores, block_size=BLOCK, decay=DECAY, implementation=impl,
+            num_blocks=count, block_size=BLOCK, decay=DECAY, implementation=impl,
         )  # fmt: skip
 
     return Stages(select, score, top_k, ema, both)
@@ -162,10 +162,9 @@ def spin_step(i, state, x: Inputs, *, impl: Any, top_k: int, capacity: int, fuse
     @jax.jit
     def choose(own, V, D_rev, ids, count, num_slots):
         scores, group_max = stage.score(own, num_slots, ids)
-        num_scores = count * BLOCK
         if fused:
-            return stage.both(V, D_rev, scores, ids, num_slots, group_max, num_scores)
-        slots = stage.top_k(scores, ids, group_max, num_scores)
+            return stage.both(V, D_rev, scores, ids, num_slots, group_max, count)
+        slots = stage.top_k(scores, ids, group_max, count)
         return slots, *stage.ema(V, D_rev, scores, ids, num_slots)
 
     layers = zip(x.layers, V, D_rev, *stage.select(V, D_rev, x), strict=True)

@@ -103,12 +103,12 @@ def top_k_and_observe(
     if cfg.reduction == "A2" or state.V.dtype != jnp.float32:
         slots = top_k_slots(
             scores, top_k, block_ids=selection.block_ids, block_size=size, group_max=group_max,
-            num_scores=selection.count * size,
+            num_blocks=selection.count,
         )  # fmt: skip
         return slots, observe(state, selection, scores, num_slots, cfg)
     slots, V, D_rev = pallas_kernels.top_k_and_observe(
         scores, top_k, state.V, state.D_rev, selection.block_ids, num_slots,
-        block_size=size, decay=cfg.decay, group_max=group_max, num_scores=selection.count * size,
+        block_size=size, decay=cfg.decay, group_max=group_max, num_blocks=selection.count,
     )  # fmt: skip
     ages = _aged(state.ages, selection.block_ids, -(-num_slots // size))
     return slots, state.replace(V=V, D_rev=D_rev, ages=ages)

@@ -202,7 +202,6 @@ class SpinSelector:
                 after, selection, scores[:, 0], group_max[:, 0], num_slots[:, 0], top_k, cfg
             )
             return slots[:, None], Observation(after, selection, None, num_slots, misses)
-        num_scores = selection.count * cfg.block_size
         if selection.rows is not None:
             own, groups = selection.rows, cfg.block_size // GROUP
             scores = jnp.where(jnp.repeat(own, cfg.block_size, axis=2), scores, -jnp.inf)
@@ -216,7 +215,7 @@ class SpinSelector:
             block_ids=selection.block_ids,
             block_size=cfg.block_size,
             group_max=group_max,
-            num_scores=jnp.broadcast_to(num_scores[:, None], scores.shape[:2]),
+            num_blocks=selection.count,
         )
         return slots, Observation(after, selection, scores, num_slots, misses)
 

@@ -34,7 +34,7 @@ def top_k_and_observe_mosaic(
     block_size: int,
     decay: float,
     group_max: jax.Array | None,
-    num_scores: jax.Array | None,
+    num_blocks: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See ``pallas_kernels.observe``."""
     batch, length = scores.shape
@@ -46,8 +46,9 @@ def top_k_and_observe_mosaic(
     updaters = max(thread_blocks - batch, MULTIPROCESSORS // 2)
     updaters = min(-(-tiles // WARPGROUPS), updaters)
     strides = updaters * WARPGROUPS
-    counts = jnp.full(batch, length, jnp.int32) if num_scores is None else num_scores
-    maxima = ranking.maxima(scores, group_max, num_scores)
+    every = length // block_size
+    counts = jnp.full(batch, every, jnp.int32) if num_blocks is None else num_blocks
+    maxima = ranking.maxima(scores, group_max, num_blocks, block_size)
 
     def top_k_and_observe(V_ref, D_ref, scores_ref, ids_ref, num_ref, counts_ref, *refs, **scratch):
         *maxima_refs, out_ref = refs
@@ -57,7 +58,7 @@ def top_k_and_observe_mosaic(
         def _():
             maxima_row = maxima_refs[0].at[worker] if maxima_refs else None
             source, ids = scores_ref.at[worker], ids_ref.at[worker]
-            count = None if num_scores is None else counts_ref[worker]
+            count = None if num_blocks is None else counts_ref[worker] * block_size
             rank_row(ranking, source, maxima_row, ids, out_ref.at[worker], count, **scratch)
 
         @pl.when(worker >= batch)
@@ -68,7 +69,7 @@ def top_k_and_observe_mosaic(
             def _(turn):
                 row, tile = jnp.divmod(first + turn * strides, update.tiles)
                 tables = [ref.at[row] for ref in (V_ref, D_ref, scores_ref, ids_ref)]
-                live = tile * TILE < counts_ref[row]
+                live = tile * TILE < counts_ref[row] * block_size
                 pl.when(live)(lambda: update.run(*tables, num_ref[row], tile))
 
     new_V, new_D = jax.new_ref(V), jax.new_ref(D_rev)

@@ -34,7 +34,7 @@ def select_blocks_mosaic(
     priority: jax.Array,
     block_size: int,
     capacity: int,
-) -> tuple[list[jax.Array], jax.Array]:
+) -> tuple[list[jax.Array], list[jax.Array]]:
     """See ``pallas_kernels.selection``."""
     pooled = pool_blocks_mosaic(V, D_rev, num_slots, block_size)
     return choose_blocks_mosaic(pooled, num_slots, budget, explore, priority, block_size, capacity)
@@ -95,14 +95,15 @@ def choose_blocks_mosaic(
     priority: jax.Array,
     block_size: int,
     capacity: int,
-) -> tuple[list[jax.Array], jax.Array]:
+) -> tuple[list[jax.Array], list[jax.Array]]:
     """The forced blocks, the highest of ``pooled``, then the highest priorities."""
     layers, batch, num_blocks = priority.shape
     padded = lanes.padded(max(num_blocks, capacity))
     layout = lanes.blocked(padded)
 
     def choose_blocks(pooled_ref, num_ref, budget_ref, explore_ref, priority_ref, *refs):
-        *ids_refs, count_ref, warps = refs
+        *refs, warps = refs
+        ids_refs, count_refs = refs[:layers], refs[layers:]
         layer, row = jax.lax.axis_index("layer"), jax.lax.axis_index("row")
         block = lanes.iota(padded, layout)
         # Early, as it is used late.
@@ -136,20 +137,24 @@ def choose_blocks_mosaic(
         nothing = plgpu.layout_cast(jnp.full((padded,), -1, jnp.int32), layout)
         rest = (block >= count) & (block < capacity)
         lanes.scatter([(ids_row, nothing)], block, rest, layout, fence="none")
-        count_ref[layer, row] = count
+        few = lanes.coalesced(lanes.THREADS)
+        every = plgpu.layout_cast(jnp.full((lanes.THREADS,), count), few)
+        own = lanes.OneOf(tuple(count_refs), layer)
+        lane = lanes.iota(lanes.THREADS, few)
+        lanes.scatter([(own, every)], jnp.where(lane == 0, row, 0), lane == 0, few, fence="none")
 
     kernel = mosaic_kernel(
         choose_blocks,
         out_type=(
             *[jax.ShapeDtypeStruct((batch, capacity), jnp.int32)] * layers,
-            jax.ShapeDtypeStruct((layers, batch), jnp.int32),
+            *[jax.ShapeDtypeStruct((batch,), jnp.int32)] * layers,
         ),
         scratch_types=[plgpu.SMEM((3, lanes.WARPS), jnp.int32)],
         grid=(layers, batch),
         grid_names=("layer", "row"),
     )
-    *ids, count = kernel(pooled, num_slots, budget, explore, priority)
-    return ids, count
+    chosen = kernel(pooled, num_slots, budget, explore, priority)
+    return list(chosen[:layers]), list(chosen[layers:])
 
 
 def _highest(

@@ -70,12 +70,14 @@ class Ranking:
         return next(fits, 1)
 
     def maxima(
-        self, rows: jax.Array, group_max: jax.Array | None, counts: jax.Array | None
+        self, rows: jax.Array, group_max: jax.Array | None, counts: jax.Array | None, unit: int
     ) -> list[jax.Array]:
         """The maximum of each group, if they are needed."""
         if not self.group:
             return []
         if group_max is None:
+            if counts is not None:
+                counts = jnp.repeat(counts * unit, rows.shape[0] // counts.shape[0])
             rows = first_scores(rows, counts)
             return [group_maxima(jnp.where(rows > -jnp.inf, rows, -jnp.inf), self.group)]
         return [group_maxima(group_max.reshape(rows.shape[0], -1), self.group // GROUP)]
@@ -112,22 +114,26 @@ def top_k_slots_mosaic(
     block_ids: jax.Array | None,
     block_size: int,
     group_max: jax.Array | None,
-    num_scores: jax.Array | None,
+    counts: jax.Array | None,
 ) -> jax.Array:
     """See ``pallas_kernels.topk``."""
     *leading, length = scores.shape
     ranking = Ranking.of(length, k, block_size)
     rows = scores.reshape(-1, length)
     num_rows = rows.shape[0]
-    counts = None if num_scores is None else num_scores.reshape(-1)
-    operands = [rows, *ranking.maxima(rows, group_max, counts)]
+    unit = 1 if block_ids is None else block_size
+    if counts is not None:
+        counts = counts.reshape(-1)
+    operands = [rows, *ranking.maxima(rows, group_max, counts, unit)]
     operands += [x for x in (counts, block_ids) if x is not None]
 
     def top_k_slots(scores_ref, *refs, **scratch):
         *others, out_ref = refs
         row = jax.lax.axis_index("row")
         maxima = others.pop(0).at[row] if ranking.group else None
-        count = others.pop(0)[row] if counts is not None else None
+        count = None
+        if counts is not None:
+            count = others.pop(0)[row // (num_rows // counts.shape[0])] * unit
         ids = others.pop(0).at[row // (num_rows // block_ids.shape[0])] if others else None
         rank_row(ranking, scores_ref.at[row], maxima, ids, out_ref.at[row], count, **scratch)
 

@@ -86,6 +86,14 @@ def test_top_k_slots_of_the_first_scores():
         assert got[b, r].tolist() == expected + [-1] * (9 - len(expected))
     with pytest.raises(ValueError, match=r"num_scores has shape \[2\]; allowed: \[2, 3\]"):
         pallas_kernels.top_k_slots(scores, 9, num_scores=counts[:, 0])
+    ids = np.array([[1, 4, 7, 8, 9], [0, 2, -1, -1, -1]], np.int32)
+    blocks = np.array([5, 2], np.int32)
+    got = pallas_kernels.top_k_slots(scores, 30, block_ids=ids, block_size=8, num_blocks=blocks)
+    for b, r in np.ndindex(2, 3):
+        expected = brute_force.top_k_slots(scores[b, r, : blocks[b] * 8], 30, ids[b], 8)
+        assert got[b, r].tolist() == expected + [-1] * (30 - len(expected))
+    with pytest.raises(ValueError, match="num_scores goes without block_ids"):
+        pallas_kernels.top_k_slots(scores, 9, block_ids=ids, block_size=8, num_scores=counts)
 
 
 @pytest.mark.parametrize("slots,block", [(96, 8), (90, 16), (17, 1)])

@@ -115,7 +115,7 @@ def test_select_blocks_of_layers():
     )  # fmt: skip
     for layer, row in np.ndindex(3, 2):
         expected = brute_force.select_blocks(*cases[layer][row], 64, 30)
-        assert (ids[layer][row].tolist(), int(count[layer, row])) == expected
+        assert (ids[layer][row].tolist(), int(count[layer][row])) == expected
 
 
 @pytest.mark.parametrize("mapped", [False, True])
@@ -156,17 +156,17 @@ def test_top_k_and_observe(monkeypatch):
     ids = np.stack([ascending_blocks(rng, 48, c, 20) for c in (20, 5, 1)])
     N = np.array([768, 500, 10], np.int32)
     scores = rng.normal(size=(3, 320)).astype(np.float32)
-    counts = np.sum(ids >= 0, axis=1) * 16
+    counts = np.sum(ids >= 0, axis=1)
     scores[np.repeat(ids, 16, 1) < 0] = -np.inf
 
     def call(*x, named="mosaic"):
         return pallas_kernels.top_k_and_observe(
-            x[0], 50, *x[1:5], num_scores=None if len(x) < 6 else x[5],
+            x[0], 50, *x[1:5], num_blocks=None if len(x) < 6 else x[5],
             block_size=16, decay=0.25, implementation=named,
         )  # fmt: skip
 
     reference = call(scores, V, D_rev, ids, N, named="xla")
-    for arguments in ((scores,), (unwritten(scores, counts)[0], counts.astype(np.int32))):
+    for arguments in ((scores,), (unwritten(scores, counts * 16)[0], counts.astype(np.int32))):
         got = interpret(call, arguments[0], V, D_rev, ids, N, *arguments[1:])
         for mine, expected in zip(got, reference, strict=True):
             np.testing.assert_allclose(mine, expected, atol=1e-6)

@@ -57,9 +57,9 @@ def test_index_scores(dtype, blocks, rows):
 
 @pytest.mark.parametrize("k,blocks", [(512, C), (512, 2 * C), (2048, 4096), (512, 128)])
 def test_top_k_slots(k, blocks):
-    def call(scores, ids, group_max, num_scores):
+    def call(scores, ids, group_max, num_blocks):
         return pallas_kernels.top_k_slots(
-            scores, k, block_ids=ids, group_max=group_max, num_scores=num_scores,
+            scores, k, block_ids=ids, group_max=group_max, num_blocks=num_blocks,
             implementation="mosaic",
         )  # fmt: skip
 

@@ -226,10 +226,10 @@ def test_top_k_and_observe(batch):
         ),
         scores, V, D_rev, ids, N,
     )  # fmt: skip
-    counts = (np.sum(ids >= 0, axis=1) * 64).astype(np.int32)
-    scores, group_max = unwritten(scores, counts)
+    counts = np.sum(ids >= 0, axis=1).astype(np.int32)
+    scores, group_max = unwritten(scores, counts * 64)
     of_first = pallas_kernels.top_k_and_observe(
-        scores, K, V, D_rev, ids, N, group_max=group_max, num_scores=counts,
+        scores, K, V, D_rev, ids, N, group_max=group_max, num_blocks=counts,
         block_size=64, decay=0.25, implementation="mosaic",
     )  # fmt: skip
     for result in (got, of_first):
