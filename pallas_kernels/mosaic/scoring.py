@@ -2,9 +2,9 @@
 
 A ring of bulk copies keeps key blocks in flight; a block is multiplied with the queries of each
 verifier row (wgmma, keys as rows), then ReLU, weights and sum stay in registers. A thread block
-takes every n-th place of one request's list of blocks and stops at the first that is not live, so
-the cost follows the live blocks, all n share them evenly however few there are, and the hardware's
-scheduler balances ragged batches.
+takes a run of places in one request's list of blocks and stops at the first that is not live, so
+the cost follows the live blocks and the hardware's scheduler balances ragged batches. Where there
+are no more live blocks than thread blocks, each takes one.
 """
 
 from __future__ import annotations
@@ -84,12 +84,20 @@ def _score(
         ids_ref = None if ids is None else refs.pop(0)
         scales_ref = refs.pop(0) if scaled else None
         scores_ref, max_ref = refs
-        request, first = jax.lax.axis_index("request"), jax.lax.axis_index("run")
-        places = (capacity - first + runs - 1) // runs
+        request, mine = jax.lax.axis_index("request"), jax.lax.axis_index("run")
         limits = [jnp.minimum(num_ref[request, row], slots) for row in range(rows)]
+        end = functools.reduce(jnp.maximum, limits)
 
         def block_at(place):
             return place if ids_ref is None else ids_ref[request, place]
+
+        # Are there no more live blocks than thread blocks for them?
+        next_block = block_at(jnp.int32(min(runs, capacity - 1)))
+        few = (next_block < 0) | (next_block * BLOCK >= end)
+        first, stride = jnp.where(few, mine, mine * run), jnp.where(few, runs, 1)
+        places = jnp.where(
+            few, (capacity - mine + runs - 1) // runs, jnp.minimum(run, capacity - mine * run)
+        )
 
         def fetch(at, block):
             stage, slot = at % stages, pl.ds(block * BLOCK, BLOCK)
@@ -108,11 +116,11 @@ def _score(
             """How many places are to score, and to write."""
             if ids_ref is None:
                 blocks = (end + BLOCK - 1) // BLOCK
-                live = jnp.clip((blocks - first + runs - 1) // runs, 0, places)
+                live = jnp.clip((blocks - first + stride - 1) // stride, 0, places)
                 return live, live
             layout = lanes.coalesced(lanes.THREADS)
             index = lanes.iota(lanes.THREADS, layout)
-            at = first + jnp.minimum(index, places - 1) * runs
+            at = first + jnp.minimum(index, places - 1) * stride
             block = lanes.gather(ids_ref.at[request], at, layout)
             listed = (index < places) & (block >= 0)
             live = listed & (block * BLOCK < end)
@@ -124,7 +132,7 @@ def _score(
         def score(live):
             @pl.loop(0, jnp.minimum(stages, live))
             def _(at):
-                fetch(at, block_at(first + at * runs))
+                fetch(at, block_at(first + at * stride))
 
             weights = [
                 plgpu.load(w_ref.at[request, row], layout=column_layout, optimized=False)
@@ -133,7 +141,7 @@ def _score(
             plgpu.barrier_wait(ready)
 
             def step(at, following):
-                place, stage = first + at * runs, at % stages
+                place, stage = first + at * stride, at % stages
                 block = block_at(place)
                 plgpu.barrier_wait(filled.at[stage])
                 sums = []
@@ -157,9 +165,9 @@ def _score(
                     total = jnp.where(slot < limits[row], total, -jnp.inf)
                     store(place, row, total)
                 # The number of the block to fetch next time: its load has a step to arrive.
-                return block_at(first + jnp.minimum(at + stages + 1, live - 1) * runs)
+                return block_at(first + jnp.minimum(at + stages + 1, live - 1) * stride)
 
-            following = block_at(first + jnp.minimum(stages, live - 1) * runs)
+            following = block_at(first + jnp.minimum(stages, live - 1) * stride)
             jax.lax.fori_loop(0, live, step, following)
 
         def fetch_queries():
@@ -167,7 +175,7 @@ def _score(
                 plgpu.copy_gmem_to_smem(q_ref.at[request, row], queries.at[row], ready)
 
         # Live blocks come first. A window far larger than its contents is mostly runs of none.
-        start, end = block_at(first), functools.reduce(jnp.maximum, limits)
+        start = block_at(first)
         alive = (start >= 0) & (start * BLOCK < end)
         pl.when(alive)(fetch_queries)
         none = jnp.int32(0), jnp.int32(0)
@@ -178,7 +186,7 @@ def _score(
         def _(at):
             hidden = plgpu.layout_cast(jnp.full((BLOCK,), -jnp.inf), row_layout)
             for row in range(rows):
-                store(first + at * runs, row, hidden)
+                store(first + at * stride, row, hidden)
 
     scratch = {
         "queries": plgpu.SMEM((rows, heads, width), q.dtype, transforms=swizzled),
