@@ -75,7 +75,7 @@ def compiled_once(result: jax.Array, calls: int) -> jax.Array:
 
     On a CPU, where a deep model's compilation is mostly the same layer again: until then XLA
     handles one function for all ``calls``, which takes a third less in all. Steps are some 10%
-    slower, so where there are few calls nothing changes; nor before jax 0.11. Not for functions
+    slower, so in a model of few layers nothing changes; nor before jax 0.11. Not for functions
     that return a cache which they were given: a call would copy it.
     """
     inline: Any = getattr(jax, "Inline", None)

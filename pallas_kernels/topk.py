@@ -55,9 +55,9 @@ def top_k_slots(
 
     Source: paper, Algorithm 1 step 7.
     """
-    counts = num_scores if block_ids is None else num_blocks
-    if counts is None and (num_scores is not None or num_blocks is not None):
+    if (num_blocks if block_ids is None else num_scores) is not None:
         raise ValueError("num_scores goes without block_ids, and num_blocks with them")
+    counts = num_scores if block_ids is None else num_blocks
     check_ranking(scores, k, block_ids, block_size, group_max, counts)
     arguments = (scores, k, block_ids, block_size, group_max, counts)
     if choose("top_k_slots", implementation, unsupported(scores, k)) == "mosaic":
@@ -85,7 +85,7 @@ def check_ranking(
             f"group_max has shape {list(group_max.shape)}; allowed: {list(groups)}, the maximum of "
             f"every {GROUP} scores, or None"
         )
-    allowed = scores.shape[:1] if block_ids is not None else tuple(leading)
+    allowed = tuple(leading) if block_ids is None else block_ids.shape[:1]
     if counts is not None and counts.shape != allowed:
         name = "num_scores" if block_ids is None else "num_blocks"
         raise ValueError(

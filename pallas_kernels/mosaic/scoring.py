@@ -3,8 +3,7 @@
 A ring of bulk copies keeps key blocks in flight; a block is multiplied with the queries of each
 verifier row (wgmma, keys as rows), then ReLU, weights and sum stay in registers. A thread block
 takes a run of places in one request's list of blocks and stops at the first that is not live, so
-the cost follows the live blocks and the hardware's scheduler balances ragged batches. Where there
-are no more live blocks than thread blocks, each takes one.
+the cost follows the live blocks and the hardware's scheduler balances ragged batches.
 """
 
 from __future__ import annotations
@@ -91,13 +90,17 @@ def _score(
         def block_at(place):
             return place if ids_ref is None else ids_ref[request, place]
 
-        # Are there no more live blocks than thread blocks for them?
-        next_block = block_at(jnp.int32(min(runs, capacity - 1)))
-        few = (next_block < 0) | (next_block * BLOCK >= end)
-        first, stride = jnp.where(few, mine, mine * run), jnp.where(few, runs, 1)
-        places = jnp.where(
-            few, (capacity - mine + runs - 1) // runs, jnp.minimum(run, capacity - mine * run)
-        )
+        def beyond(place):
+            block = block_at(jnp.int32(min(place, capacity - 1)))
+            return block * BLOCK >= end if ids_ref is None else block < 0
+
+        # What is listed comes first. A short list is shared by all thread blocks, in shorter runs.
+        length = jnp.int32(run)
+        if not fill:
+            for shorter in reversed([2**i for i in range(run.bit_length()) if 2**i < run]):
+                length = jnp.where(beyond(shorter * runs), shorter, length)
+        first = mine * length
+        places = jnp.clip(capacity - first, 0, length)
 
         def fetch(at, block):
             stage, slot = at % stages, pl.ds(block * BLOCK, BLOCK)
@@ -116,11 +119,11 @@ def _score(
             """How many places are to score, and to write."""
             if ids_ref is None:
                 blocks = (end + BLOCK - 1) // BLOCK
-                live = jnp.clip((blocks - first + stride - 1) // stride, 0, places)
+                live = jnp.clip(blocks - first, 0, places)
                 return live, live
             layout = lanes.coalesced(lanes.THREADS)
             index = lanes.iota(lanes.THREADS, layout)
-            at = first + jnp.minimum(index, places - 1) * stride
+            at = first + jnp.minimum(index, places - 1)
             block = lanes.gather(ids_ref.at[request], at, layout)
             listed = (index < places) & (block >= 0)
             live = listed & (block * BLOCK < end)
@@ -132,7 +135,7 @@ def _score(
         def score(live):
             @pl.loop(0, jnp.minimum(stages, live))
             def _(at):
-                fetch(at, block_at(first + at * stride))
+                fetch(at, block_at(first + at))
 
             weights = [
                 plgpu.load(w_ref.at[request, row], layout=column_layout, optimized=False)
@@ -141,7 +144,7 @@ def _score(
             plgpu.barrier_wait(ready)
 
             def step(at, following):
-                place, stage = first + at * stride, at % stages
+                place, stage = first + at, at % stages
                 block = block_at(place)
                 plgpu.barrier_wait(filled.at[stage])
                 sums = []
@@ -165,17 +168,17 @@ def _score(
                     total = jnp.where(slot < limits[row], total, -jnp.inf)
                     store(place, row, total)
                 # The number of the block to fetch next time: its load has a step to arrive.
-                return block_at(first + jnp.minimum(at + stages + 1, live - 1) * stride)
+                return block_at(first + jnp.minimum(at + stages + 1, live - 1))
 
-            following = block_at(first + jnp.minimum(stages, live - 1) * stride)
+            following = block_at(first + jnp.minimum(stages, live - 1))
             jax.lax.fori_loop(0, live, step, following)
 
         def fetch_queries():
             for row in range(rows):
                 plgpu.copy_gmem_to_smem(q_ref.at[request, row], queries.at[row], ready)
 
-        # Live blocks come first. A window far larger than its contents is mostly runs of none.
-        start = block_at(first)
+        # A window far larger than its contents is mostly runs of none.
+        start = jnp.where(places > 0, block_at(jnp.minimum(first, capacity - 1)), -1)
         alive = (start >= 0) & (start * BLOCK < end)
         pl.when(alive)(fetch_queries)
         none = jnp.int32(0), jnp.int32(0)
@@ -186,7 +189,7 @@ def _score(
         def _(at):
             hidden = plgpu.layout_cast(jnp.full((BLOCK,), -jnp.inf), row_layout)
             for row in range(rows):
-                store(first + at * stride, row, hidden)
+                store(first + at, row, hidden)
 
     scratch = {
         "queries": plgpu.SMEM((rows, heads, width), q.dtype, transforms=swizzled),

@@ -188,7 +188,7 @@ def test_index_scores(blocks, thread_blocks, monkeypatch):
     num_slots = np.array([[S - 1, S], [65, 66], [0, 1]], np.int32)
     ids = None
     if blocks == "some":
-        ids = np.array([[0, 1, 3, 4, 6, 7], [0, 1, -1, -1, -1, -1], [0] + [-1] * 5], np.int32)
+        ids = np.array([[0, 1, 3, 4, 6, 7], [0, 1, 3, -1, -1, -1], [0] + [-1] * 5], np.int32)
         ids[0, 5] = -1
 
     def call(*x, named="mosaic"):
