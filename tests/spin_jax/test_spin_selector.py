@@ -332,8 +332,11 @@ def scores_with_garbage(*arguments, fill=True, block_ids=None, block_size=64, **
     return scores, jnp.where(unwritten[..., ::16], garbage[..., ::16], results[1])
 
 
-@pytest.mark.parametrize("rows,at_once", [(1, True), (1, False), (3, True)])
-@pytest.mark.parametrize("selector", [ALL_KEEP, SpinSelector(SpinConfig(sparsity=0.6))])
+@pytest.mark.parametrize(
+    "selector,rows,at_once",
+    [(ALL_KEEP, 2, True)]
+    + [(SpinSelector(SpinConfig(sparsity=0.6)), *x) for x in ((1, True), (1, False), (3, True))],
+)
 def test_what_scoring_leaves_unwritten_is_never_read(selector, rows, at_once, monkeypatch):
     B, S, K = 3, 1024, 40
     rng = np.random.default_rng(0)
