@@ -46,19 +46,19 @@ def top_k_and_observe_mosaic(
     updaters = max(thread_blocks - batch, MULTIPROCESSORS // 2)
     updaters = min(-(-tiles // WARPGROUPS), updaters)
     strides = updaters * WARPGROUPS
-    every = length // block_size
-    counts = jnp.full(batch, every, jnp.int32) if num_blocks is None else num_blocks
+    counts = [] if num_blocks is None else [num_blocks]
     maxima = ranking.maxima(scores, group_max, num_blocks, block_size)
 
-    def top_k_and_observe(V_ref, D_ref, scores_ref, ids_ref, num_ref, counts_ref, *refs, **scratch):
-        *maxima_refs, out_ref = refs
+    def top_k_and_observe(V_ref, D_ref, scores_ref, ids_ref, num_ref, *refs, **scratch):
+        *others, out_ref = refs
+        counts_ref = others.pop(0) if counts else None
         worker = jax.lax.axis_index("worker")
 
         @pl.when(worker < batch)
         def _():
-            maxima_row = maxima_refs[0].at[worker] if maxima_refs else None
+            maxima_row = others[0].at[worker] if others else None
             source, ids = scores_ref.at[worker], ids_ref.at[worker]
-            count = None if num_blocks is None else counts_ref[worker] * block_size
+            count = None if counts_ref is None else counts_ref[worker] * block_size
             rank_row(ranking, source, maxima_row, ids, out_ref.at[worker], count, **scratch)
 
         @pl.when(worker >= batch)
@@ -69,8 +69,7 @@ def top_k_and_observe_mosaic(
             def _(turn):
                 row, tile = jnp.divmod(first + turn * strides, update.tiles)
                 tables = [ref.at[row] for ref in (V_ref, D_ref, scores_ref, ids_ref)]
-                live = tile * TILE < counts_ref[row] * block_size
-                pl.when(live)(lambda: update.run(*tables, num_ref[row], tile))
+                update.run(*tables, num_ref[row], tile)
 
     new_V, new_D = jax.new_ref(V), jax.new_ref(D_rev)
     kernel = mosaic_kernel(
@@ -82,5 +81,5 @@ def top_k_and_observe_mosaic(
         num_threads=WARPGROUPS,
         thread_name="warpgroup",
     )
-    chosen = kernel(new_V, new_D, scores, block_ids, num_slots, counts, *maxima)
+    chosen = kernel(new_V, new_D, scores, block_ids, num_slots, *counts, *maxima)
     return chosen, new_V[...], new_D[...]
