@@ -110,9 +110,9 @@ def _row(stage, impl, *, keys, sparsity, batch, slots, us, **more):
 
 def run_totals(specs: list[tuple[dict[str, Any], Any, Any, list[dict[str, Any]]]]):
     """Compiles everything on several threads, then times one after the other."""
-    lowered = [lower() for _, lower, _, _ in specs]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        loops = list(pool.map(lambda one: one.compile(), lowered))
+        compiling = [pool.submit(lower().compile) for _, lower, _, _ in specs]
+    loops = [one.result() for one in compiling]
     rows = []
     for (labels, _, run, variants), loop in zip(specs, loops, strict=True):
         for changes in variants:

@@ -25,8 +25,10 @@ RING_BYTES = 32 * 1024
 """Key blocks in flight in each thread block; four or five of those fit a multiprocessor."""
 THREAD_BLOCKS = 4 * 132
 """As many are resident at once on an H100 or H200."""
-LONGEST_RUN = 16
-"""At most so many places a thread block, while ``MOST_THREAD_BLOCKS`` suffice."""
+SHORTEST_RUN = 4
+"""At least so many places a thread block, which fetches the queries once."""
+LONGEST_RUN = 8
+"""At most so many, while ``MOST_THREAD_BLOCKS`` suffice."""
 MOST_THREAD_BLOCKS = 8 * THREAD_BLOCKS
 """More would take longer to start than to find that there is nothing to do."""
 
@@ -67,7 +69,7 @@ def _score(
     item = jnp.dtype(keys.dtype).itemsize
     stages = RING_BYTES // (BLOCK * width * item)
     # One wave where that keeps runs short; otherwise several, which evens out unequal progress.
-    run = min(LONGEST_RUN, max(4, -(-batch * capacity // THREAD_BLOCKS)))
+    run = min(LONGEST_RUN, max(SHORTEST_RUN, -(-batch * capacity // THREAD_BLOCKS)))
     # A thread a place counts what is to do.
     run = min(lanes.THREADS, max(run, -(-batch * capacity // MOST_THREAD_BLOCKS)))
     runs = -(-capacity // run)
